@@ -1,4 +1,4 @@
-"""Strict global settings: the same examples in every run, and no leftover default dtype or thread count."""
+"""Settings for all tests: the same Hypothesis examples in every run, and no changed global state of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "torchlml",
     deadline=None,  # the first call of an operator may load a library
-    derandomize=True,  # a failing test keeps failing
+    derandomize=True,  # the same examples in every run, so failures are reproducible
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],
 )
@@ -20,7 +20,7 @@ settings.load_profile("torchlml")
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Start every test from one seed, and check that it restores torch's global settings."""
+    """Seed torch before every test, and check that the test restores torch's global settings."""
     torch.manual_seed(0)
     before = (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
     yield
@@ -30,7 +30,7 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread, so that all sums have the same order."""
+    """Run torch on one thread, so that sums are always computed in the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

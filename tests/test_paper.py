@@ -70,7 +70,7 @@ def test_the_corners_of_the_polytope_are_the_sets_of_k_labels(n, k):
     reached = set()
     for _ in range(150):
         c = generator.normal(size=n)
-        # A linear program over the definition {0 <= p <= 1, sum p = k} has a solution at a corner.
+        # A linear program over {0 <= p <= 1, sum p = k}, the definition, has a solution at a corner.
         best = linprog(-c, A_eq=np.ones((1, n)), b_eq=[k], bounds=(0, 1))
         distance = np.abs(corners.numpy() - best.x).max(1)
         assert distance.min() < 1e-9
@@ -87,15 +87,14 @@ def test_l_4_2_is_an_octahedron():
 
 
 def test_l_n_1_is_the_simplex():
-    # Every row maps to a point in the simplex, and every interior point of the simplex is the image of some
-    # row.
+    # Every row maps to a point of the simplex, and every interior point is the image of some row.
     y = torchlml.lml(rows(50, 7, 10.0), 1)
     assert (y >= 0).all()
     torch.testing.assert_close(y.sum(1), torch.ones(50, dtype=torch.float64), rtol=0, atol=1e-11)
     points = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(7), 50))
     torch.testing.assert_close(torchlml.lml(torch.logit(points), 1), points, rtol=0, atol=1e-11)
     assert (vertices(7, 1) == torch.eye(7)).all()
-    # The set of outputs is that of softmax, but the function is different.
+    # LML has the same set of outputs as softmax, but it is a different function.
     assert (y - torch.softmax(rows(50, 7, 10.0), 1)).abs().max() > 0.01
 
 
@@ -117,7 +116,7 @@ def test_proposition_1_the_order_is_preserved(scale, k, dtype):
     order = x.argsort(1, descending=True)
     assert (y.gather(1, order).diff(dim=1) <= 0).all()
     assert (y[:, 7] == y[:, 3]).all()
-    # Rounding may merge neighbors, but not in float64 without saturation.
+    # Rounding may make neighboring entries equal, but not in float64 without saturation.
     if dtype == torch.float64 and scale <= 1:
         distinct = x.gather(1, order).diff(dim=1) < 0
         assert (y.gather(1, order).diff(dim=1)[distinct] < 0).all()
@@ -173,7 +172,7 @@ def test_the_papers_interval_misses_the_root_where_the_proven_one_does_not():
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_the_kkt_system_solved_numerically_equals_the_backward(k):
+def test_the_backward_pass_equals_a_numerical_solution_of_the_kkt_system(k):
     n = 9
     x = rows(1, n, 2.0, seed=k)[0].requires_grad_()
     gradient = rows(1, n, 1.0, seed=100 + k)[0]
@@ -193,10 +192,10 @@ CONTEXTS, LABELS, K = 12, 8, 3
 
 
 class Realizable:
-    """Twelve contexts with three of eight labels each; a sample observes one of the three.
+    """Twelve contexts, each with three true labels out of eight. A sample observes one of the three.
 
-    The logits are a table plus a bias for each label, so the true model can be represented. Every label is
-    true in some context.
+    The logits are a table plus a bias for each label, so the model can represent the true labels. Every label
+    is true in some context.
     """
 
     def __init__(self):
@@ -207,7 +206,7 @@ class Realizable:
         for context, which in enumerate(chosen):
             self.true[context, list(sets[which])] = True
         assert self.true.any(0).all()
-        # Every true label is observed, with different frequencies.
+        # Each true label of a context is observed in three samples.
         self.context, self.observed = self.true.repeat(3, 1).nonzero().T
         self.context = self.context % CONTEXTS
 
@@ -244,13 +243,13 @@ def test_proposition_2_fails_for_sigmoids_which_collapse():
         lambda x, label: -torch.nn.functional.logsigmoid(x.gather(1, label.unsqueeze(1))).mean()
     )
     p = torch.sigmoid(logits)
-    assert loss < 0.02  # the same likelihood as LML
-    assert p.min() > 0.9  # and everything is predicted as a label
+    assert loss < 0.02  # as small as with LML
+    assert p.min() > 0.9  # but every label is predicted in every context
     assert torch.where(problem.true, p, 1 - p).prod(1).max() < 0.01
 
 
 def test_a_softmax_on_an_edge_cannot_represent_two_relations():
-    # Section 4.2: the likelihood of both is at most 1/4 with softmax, and near 1 with LML.
+    # Section 4.2: the likelihood of both relations is at most 1/4 with softmax, and near 1 with LML.
     x = torch.tensor([20.0, 20.0, 0.0, 0.0])
     assert torch.softmax(x, 0)[:2].prod() <= 0.25
     assert torchlml.lml(x, 2)[:2].prod() > 0.99
@@ -265,7 +264,7 @@ def test_a_scene_graph_row_of_19000_fits_and_is_exact(k):
     y = torchlml.lml(x, k)
     assert abs(y.double().sum().item() - k) <= 2e-6 * k
     torch.testing.assert_close(y.double(), torch.from_numpy(expected.y), rtol=0, atol=1e-6)
-    # Together with a smaller image as a jagged batch, with the loss of the observed relations.
+    # The loss of the observed relations in a jagged batch of this image and a smaller one.
     values = torch.cat([x, torch.zeros(600)])
     offsets = torch.tensor([0, n, n + 600])
     relations = torch.tensor([3, 17, 18_999, n + 5])
@@ -283,7 +282,7 @@ def test_a_scene_graph_row_of_19000_fits_and_is_exact(k):
 def test_appendix_a_the_truncated_entropy_is_small_when_the_top_k_error_is_zero():
     x = torch.zeros(1, 50)
     x[0, :5] = 30.0
-    label = torch.tensor([4])  # tied for fifth place, which is inside the top 5
+    label = torch.tensor([4])  # tied for fifth place, so it is in the top 5
     assert torchlml.truncated_entropy_loss(x, label, 5).item() < 1e-10
     assert torchlml.truncated_entropy_loss(x, label, 4).item() == pytest.approx(math.log(2))
 
@@ -308,7 +307,7 @@ def test_theorem_2_the_softmax_is_a_projection_onto_the_simplex(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_constrained_softmax_is_the_other_entropy_on_the_same_set(seed):
+def test_the_constrained_softmax_uses_the_other_entropy_on_the_same_set(seed):
     x, k = rows(1, 8, 1.0, seed)[0], 3
     torch.testing.assert_close(
         torchlml.constrained_softmax(x, k), torch.from_numpy(argmin(x.numpy(), h, dh, k)), rtol=0, atol=2e-6
@@ -328,7 +327,7 @@ def test_the_center_has_the_highest_entropy_and_the_corners_the_lowest(surface):
 
 
 def test_the_surface_of_lml_resembles_that_of_softmax_more_than_constrained_softmax_does():
-    # The corners of L(3,2) are one minus those of the simplex: compare points with the same weights.
+    # The corners of L(3,2) are 1 minus those of the simplex, so points with the same weights are compared.
     weights, y = points(SURFACES[2])
     q = 1 - y
 

@@ -3,9 +3,10 @@
     python tools/bits.py --out before.json      # then change the code, and
     python tools/bits.py --compare before.json  # lists every hash that changed
 
-Both kernels compute the projection, its logarithm, the dual variable, the losses (with and without a fused
-linear layer), their gradients and all related operators, on the rows of the tests and in four dtypes. Hashes
-depend on the machine and on the torch version, so compare only hashes from the same machine and version.
+The compiled kernel and pure PyTorch both compute the projection, its logarithm, the dual variable, the losses
+(with and without a fused linear layer), their gradients and all related operators, on the rows of the tests
+and in four dtypes. Hashes depend on the machine and on the torch version, so compare only hashes from the
+same machine and version.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ LINEAR: dict[str, Call] = {
 
 
 def main() -> None:
-    """Run the command line."""
+    """Hash all results, and write or compare the hashes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write the hashes to this file")
     parser.add_argument("--compare", type=Path, help="compare with the hashes in this file")

@@ -1,4 +1,4 @@
-"""Test an installed torchlml: its location, its compiled kernel and its results. Needs only torch.
+"""Test an installed torchlml: its location, its compiled kernel and its results. Only torch is needed.
 
     python -I tools/check_install.py
 

@@ -2,9 +2,9 @@
 
     python tools/cross.py [NAME ...]
 
-The program compares the results with a float64 reference. It does not need torch, so an emulator can run it.
-A target whose compiler or emulator is not installed is skipped, and the tool prints the Debian packages that
-it needs.
+The compiled program compares the results with a float64 reference. It does not need torch, so an emulator can
+run it. If the compiler or emulator of a target is not installed, the target is skipped, and the tool prints
+the names of the missing Debian packages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// Compares the kernels with a float64 reference, without torch. cross.py compiles it with other compilers and for other
-// processors. Every input is a multiple of 1/8 below 16, which all dtypes represent exactly.
+// Compares the kernels with a float64 reference, without torch. cross.py compiles this program with other compilers and
+// for other processors. Every input is a multiple of 1/8 below 16, which all dtypes represent exactly.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -52,7 +52,7 @@ double from_16_bits(uint16_t bits, int dtype) {
   return sign * (exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24));
 }
 
-// An array of a dtype.
+// An array of numbers in one of the dtypes.
 struct Array {
   int dtype;
   std::vector<char> bytes;
@@ -87,7 +87,7 @@ Numbers eighths(size_t n, int reach) {
 
 double sigmoid(double z) { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
 
-// The projection of the available entries of one row. Bisection finds nu.
+// The projection of the available entries of one row, by bisection over nu.
 struct Truth {
   Numbers y, log_y, w;
   double sum_w = 0;

@@ -1,11 +1,12 @@
-// Lets an AVX2 processor run the AVX-512 kernels: pass it with `-include` when compiling kernels.cpp for x86-64-v3 (see
-// emulate_avx512.py). The compiler splits 64-byte vectors into two halves, and the functions below replace the AVX-512
-// intrinsics that the kernels use. All of them round as the instructions do, except for _mm512_rcp14_ps: processors
-// differ there within a relative error of 2^-14, and the function returns results with nearly that error.
+// Lets an AVX2 processor run the AVX-512 kernels. emulate_avx512.py passes this header with `-include` when it compiles
+// kernels.cpp for x86-64-v3. The compiler splits 64-byte vectors into two halves, and the functions below replace the
+// AVX-512 intrinsics that the kernels use. All of them round as the instructions do, except for _mm512_rcp14_ps. The
+// results of this instruction differ between processors, with a relative error of up to 2^-14. The replacement has
+// nearly that error.
 #pragma once
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-#include <immintrin.h>  // before __AVX512F__ is defined: the compiler's header also reads it
+#include <immintrin.h>  // must come before __AVX512F__ is defined, because this header reads it
 
 #include <cstring>
 

@@ -3,9 +3,9 @@
     python tools/fuzz.py --seconds 120
 
 The tool tests the kernel that the environment selects (TORCHLML_KERNEL, TORCHLML_ISA) on all dtypes, on dense
-and jagged batches, with and without masks, and with one k or a k per row. The reference uses bisection in
-float64 around an anchor chosen for each row, and no library code. If an error exceeds its guaranteed limit,
-the tool prints the seed of the failing batch and exits with status 1.
+and jagged batches, with and without masks, and with one k for all rows or one k per row. The reference uses
+bisection in float64 around an anchor chosen for each row, and no library code. If an error exceeds its
+guaranteed limit, the tool prints the seed of the failing batch and exits with status 1.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from torchlml._cpu import loader
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INF = math.inf
-# Guaranteed limits of the errors of y, of log y relative to max(1, |log y|), and of |sum y - k| / max(1, k).
+# Guaranteed limits for the errors of y, of log y relative to max(1, |log y|), and of the sum of y relative to
+# max(1, k).
 VALUE = {torch.float32: 1e-6, torch.float64: 1e-11}
 SUM = {torch.float32: 2e-6, torch.float64: 2e-11}
-# Limits of the gradient errors, relative to the largest |grad| of the row.
+# Limits for the errors of gradients, relative to the largest |grad| of the row.
 GRADIENT = {torch.float32: 5e-6, torch.float64: 1e-11}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows in padded form for the reference, and in the form in which the operators receive them."""
+    """A batch of padded rows, with the settings that determine how the operators receive them."""
 
     x: Tensor  # (R, n) in the dtype under test
     k: Tensor  # (R,) float64
@@ -265,13 +266,13 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
 
 
 def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, Tensor]:
-    """Project onto {0 <= y <= upper, sum y = k} by bisection in float64. Also return the regular rows."""
+    """Return the projection onto {0 <= y <= upper, sum y = k} in float64, and which rows are regular."""
     x, k, valid = batch.x.double(), batch.k[:, None], batch.valid & batch.x.isfinite()
     odd = batch.valid & ~batch.x.isfinite()
     bound = torch.where(valid, upper, 0.0)
     total = bound.sum(1, keepdim=True)
     regular = ~odd.any(1, keepdim=True) & (k > 0) & (k < total * (1 - 1e-9))
-    # An anchor near the threshold: the entry at which the cumulative sum of the bounds reaches k.
+    # The anchor is near the threshold: it is the entry at which the cumulative sum of the bounds reaches k.
     order = torch.where(valid, x, -INF).argsort(1, descending=True)
     reached = bound.gather(1, order).cumsum(1) >= k
     place = order.gather(1, reached.double().argmax(1, keepdim=True))

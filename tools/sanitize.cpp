@@ -1,5 +1,5 @@
-// Runs the kernels on special rows and unusual shapes. sanitize.py compiles it with AddressSanitizer and
-// UndefinedBehaviorSanitizer. Every buffer is a separate heap block of the exact size, so that any access out of bounds
+// Runs the kernels on special rows and unusual shapes. sanitize.py compiles this program with AddressSanitizer and
+// UndefinedBehaviorSanitizer. Every buffer is a separate heap block of the exact size, so that any out-of-bounds access
 // is detected.
 #include <cmath>
 #include <cstdio>

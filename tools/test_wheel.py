@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cuda_stand_ins import add_stand_ins
 
 CHECK = Path(__file__).resolve().parent / "check_install.py"
-# Every Python version once, and the oldest and the newest torch twice. The kernel does not depend on Python.
+# Each Python version once, and the oldest and newest torch twice. One kernel serves all Python versions.
 MATRIX = ("3.10:2.10.0", "3.11:2.13.0", "3.12:2.10.0", "3.13:2.13.0")
 GIGABYTES = re.compile(r"nvidia|cuda|triton")  # requirements of torch that only GPUs need
 
@@ -140,9 +140,9 @@ def environment(folder: Path, interpreter: str, version: str, torch: str) -> Pat
 
 
 def try_out(python: Path, artifact: Path) -> None:
-    """Install, check and uninstall an artifact, and check that no file is left."""
+    """Install, check and uninstall an artifact, and check that no files are left."""
     began = time.perf_counter()
-    # A cached artifact of the same name may have other contents.
+    # A cached artifact with the same name may have different contents.
     run(*pip(python), "install", "--no-deps", "--no-cache-dir", "--force-reinstall", artifact)
     print(run(python, "-I", CHECK).strip(), end=", ")
     run(*pip(python), "uninstall", "-y", "torchlml")

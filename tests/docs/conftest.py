@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests of pages. Without one, these tests are skipped."""
+"""A headless Chromium for tests that open pages. Without Chromium, these tests are skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """The system's Chromium, driven by playwright."""
+    """The installed Chromium, controlled through Playwright."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next((path for name in NAMES if (path := shutil.which(name))), None)
     if program is None:

@@ -1,4 +1,4 @@
-"""The Benchmarks page: its tables follow from the CSV files, and every picture was drawn from its CSV."""
+"""The Benchmarks page: the tables match the CSV files, and every picture was drawn from the current data."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def texts(png: Path) -> dict[str, str]:
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.relative_to(RESULTS).as_posix())
 def test_a_picture_is_not_older_than_its_data(picture: Path) -> None:
     sources = [source.split(" ") for source in texts(picture).get("Source", "").split(", ")]
-    assert sources != [[""]], "draw the picture again: it does not name its data"
+    assert sources != [[""]], "the picture does not name its data, so it must be drawn again"
     for name, digest in sources:
         assert hashlib.sha256((picture.parent / name).read_bytes()).hexdigest() == digest, name
 
 
-def test_the_pictures_of_this_page_name_all_their_data() -> None:
+def test_the_pictures_on_this_page_name_all_their_data() -> None:
     names = {"benchmarks.png": [file.name for file in FILES], "bandwidth.png": ["benchmarks.csv"]}
     names["alternatives.png"] = ["alternatives.csv"]
     for picture, files in names.items():
@@ -78,7 +78,7 @@ ROWS = everything()
 
 
 def ratios(**wanted: str | tuple[str, ...]) -> list[float]:
-    """The median ratios of all measurements with the wanted values."""
+    """The median ratios of all measurements that have these values."""
     listed = {name: (value,) if isinstance(value, str) else value for name, value in wanted.items()}
     found = [
         float(row["ratio_p50"]) for row in ROWS if all(row[name] in values for name, values in listed.items())
@@ -88,7 +88,7 @@ def ratios(**wanted: str | tuple[str, ...]) -> list[float]:
 
 
 def shape(text: str) -> tuple[str, str]:
-    """The number of rows and their length in a cell such as `256 × 1,000`, with spaces that do not break."""
+    """The number of rows and their length in a cell such as `256 × 1,000`, which has non-breaking spaces."""
     batch, n = text.replace(",", "").split("\u00a0×\u00a0")
     return batch, n
 
@@ -197,7 +197,7 @@ def test_share_of_the_bandwidth() -> None:
     assert len(table.lines) >= 6
 
     def values(column: str, provider: str, n: str, threads: str) -> dict[tuple[str, str], float]:
-        """The values of all problems by k and scale."""
+        """The values of a column by k and scale."""
         wanted = {"operator": "projection", "metric": "time", "mode": "forward", "dtype": "float32"}
         wanted |= {"provider": provider, "n": n, "threads": threads}
         return {(row["k"], row["scale"]): float(row[column]) for row in ROWS if wanted.items() <= row.items()}
@@ -216,14 +216,14 @@ Problem = tuple[str, str, str, str, str, str]
 
 
 def short_rows(kernel: str, dtype: str = "float32", threads: str = "1") -> dict[Problem, float]:
-    """The ratios of `torchlml bench short` by ratio, mode, batch, n, k and scale."""
+    """The results of `torchlml bench short`, by the name of the ratio, mode, batch, n, k and scale."""
     found = {}
     for row in rows(RESULTS / "short-rows.csv"):
         of = (json.loads(row["config"])["kernel"], row["dtype"], row["threads"])
         if of == (f"C++ ({kernel})", dtype, threads):
             operator = row["operator"].removeprefix("short rows, ")
             problem = (operator, row["mode"], row["batch"], row["n"], row["k"], row["scale"])
-            found[problem] = float(row["ratio_p50"])  # the baseline precedes its competitor
+            found[problem] = float(row["ratio_p50"])  # overwrites the baseline, whose row comes first
     assert len(found) == 22 * 3
     return found
 
@@ -261,7 +261,7 @@ def test_the_text_about_short_rows() -> None:
     }
 
     def changes(kernel: str, dtype: str, threads: str) -> dict[Problem, float]:
-        """The ratios to softmax relative to those in float32 with one thread."""
+        """The ratios to softmax, divided by the same ratios in float32 with one thread."""
         plain, other = short_rows(kernel), short_rows(kernel, dtype, threads)
         return {key: other[key] / plain[key] for key in plain if key[0] == "lml / softmax"}
 
@@ -330,13 +330,13 @@ def test_alternatives() -> None:
         for one in tables(ROOT / "docs" / "alternatives.md")
         if one.heads[1] == "forward" and one.lines[0][1:3] == ["1.00", "1.00"]
     ]
-    # tests/lab/test_bench_alternatives.py compares the page Alternatives with the CSV. Its second table is
-    # for n = 1000.
+    # tests/lab/test_bench_alternatives.py compares docs/alternatives.md with the CSV. The second of these
+    # tables is for n = 1000.
     assert table == there[1]._replace(section=table.section)
     measured = rows(RESULTS / "alternatives.csv")
     row = next(row for row in measured if row["n"] == "1000")
     assert (row["batch"], row["k"], row["threads"]) == ("64", "5", "1")
-    # The summary: only k times softmax is comparably fast.
+    # The summary says that only k times softmax is comparably fast.
     for n in ("1000", "10000"):
         wanted = {"metric": "time", "mode": "forward", "n": n}
         times = {

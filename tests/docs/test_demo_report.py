@@ -1,4 +1,4 @@
-"""The report of `torchlml demo`: pictures come first, and it is readable on a phone."""
+"""The report of `torchlml demo`: pictures come before numbers, and the page is readable on a phone."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_the_report_fits_a_phone(browser: Any, report: Path, width: int) -> None
         ".map(([text]) => text)"
     )
     assert outside == []
-    # Names of columns are shown either above the numbers or next to each of them.
+    # Column names are above the numbers in a wide window and next to each number in a narrow one.
     cell = page.locator("table.results td[data-label]").first
     label = cell.evaluate("each => getComputedStyle(each, '::before').content")
     head = page.locator("table.results th").nth(1)
     assert (label == f'"{cell.get_attribute("data-label")}"') == (width < 640)
     assert head.is_visible() == (width >= 640)
-    # A plot is as large as its text requires and scrolls within its frame.
+    # A plot stays wide enough for its text to be readable, and scrolls within its frame.
     assert page.locator(".plot img").first.bounding_box()["width"] >= 640
     page.close()

@@ -23,7 +23,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-# Warnings of torch's exporter about its own internals.
+# torch's exporter emits this warning about its own internals.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.skipif(not loader.loaded(), reason="the compiled kernel is not in use")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

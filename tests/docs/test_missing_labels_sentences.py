@@ -1,7 +1,7 @@
 """The sentences about one observed label per sample: every number and every "best" follows from the CSV.
 
-Each test computes sentences and looks for them on the pages. It also fails if the text contains a decimal
-number that is in none of these sentences.
+Each test builds the sentences from the CSV and looks for them on a page. It also fails if the text contains
+a decimal number that does not appear in these sentences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TITLES = {
 NAMES = {method: title for title, method in ONE_LABEL_METHODS.items()}
 COMPETITORS = [method for method in NAMES if method not in NOT_COMPETITORS]
 SPECIALIZED = [method for method in COMPETITORS if method != "bce-validation"]
-"""The competitors that learn from one label per sample."""
+"""The competitors that are designed for training with one observed label per sample."""
 MANY_LABELS = ("cal500", "delicious")
 
 
@@ -61,12 +61,12 @@ def best(dataset: str, head: str, methods: Iterable[str]) -> str:
 
 
 def behind(dataset: str, head: str, method: str, methods: Iterable[str]) -> float:
-    """The mAP of the best of the methods minus that of a method."""
+    """The highest mAP among `methods` minus the mAP of `method`."""
     return score(dataset, best(dataset, head, methods), head) - score(dataset, method, head)
 
 
 def wins(method: str, head: str, methods: Iterable[str]) -> list[str]:
-    """The data sets on which the mAP of a method is above that of all the others."""
+    """The data sets on which the mAP of `method` is above that of all `methods`."""
     return [name for name in data_sets(head) if behind(name, head, method, methods) < 0]
 
 
@@ -76,14 +76,14 @@ def change(method: str, head: str) -> list[float]:
 
 
 def predicted_range() -> tuple[str, str]:
-    """The smallest and the largest change of mAP by a predicted k."""
+    """The smallest and the largest change in mAP when k is predicted."""
     found = [value for head in HEADS for value in change("lml-predicted", head)]
     low, high = (f"{value:+.1f}".replace("-", "−") for value in (min(found), max(found)))
     return low, high
 
 
 def listed(datasets: Iterable[str]) -> str:
-    """The titles of data sets, as in a sentence."""
+    """The titles of data sets, joined as in a sentence."""
     return joined([TITLES[name] for name in datasets])
 
 
@@ -92,7 +92,7 @@ def joined(parts: list[str]) -> str:
 
 
 def summary() -> list[str]:
-    """The sentences of the summary of the results."""
+    """The sentences in the summary at the top of the page."""
     linear, hidden = (listed(wins("lml", head, SPECIALIZED)) for head in HEADS)
     low, high = predicted_range()
     for head in HEADS:
@@ -116,7 +116,7 @@ def summary() -> list[str]:
 
 
 def losses(head: str) -> str:
-    """The data sets on which LML is behind, with the best method and its lead."""
+    """The data sets on which another method is ahead of LML, with the best method and its lead in mAP."""
     found = [
         (name, best(name, head, SPECIALIZED), behind(name, head, "lml", SPECIALIZED))
         for name in data_sets(head)
@@ -125,7 +125,7 @@ def losses(head: str) -> str:
 
 
 def findings() -> list[str]:
-    """The sentences of the findings."""
+    """The sentences in the section "Findings"."""
     em = [score(name, "em", head, "brier") for head in HEADS for name in data_sets(head)]
     many = [
         behind(name, head, "lml", ["bce-validation"])
@@ -149,13 +149,13 @@ def findings() -> list[str]:
 
 
 def wrong_k() -> tuple[list[float], list[float]]:
-    """The largest loss of mAP by half the mean and by 1.5 times the mean as k, for each head."""
+    """The largest loss of mAP for each head, if k is half the mean and if k is 1.5 times the mean."""
     half, more = ([-min(change(name, head)) for head in HEADS] for name in ("lml-half", "lml-more"))
     return half, more
 
 
 def choosing() -> list[str]:
-    """The sentences about the choice of k."""
+    """The sentences in the section "Choosing k"."""
     low, high = predicted_range()
     half, more = wrong_k()
     errors = [score("yeast", name, "linear", "ece") for name in ("lml", "lml-half", "lml-more")]
@@ -169,17 +169,17 @@ def choosing() -> list[str]:
 
 
 def prose(page: str, section: str | None) -> str:
-    """The text of a section in one line, without tables. None is the text before the first section."""
+    """The text of a section as one line, without tables. None selects the text before the first section."""
     parts = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     (text,) = parts[:1] if section is None else [part for part in parts if part.startswith(section + "\n")]
     return " ".join(" ".join(line for line in text.split("\n") if not line.startswith("|")).split())
 
 
 def check(page: str, section: str | None, sentences: Iterable[str], settings: Iterable[str] = ()) -> None:
-    """Check that a section has these sentences, and no other decimal number except those of the settings."""
+    """Check that a section has these sentences, and no decimal numbers outside of them and of `settings`."""
     text = prose(page, section)
     for sentence in sentences:
-        assert sentence in text, f"{page}, {section}: the results say `{sentence}`"
+        assert sentence in text, f"{page}, {section}: `{sentence}` is missing"
     for said in (*sentences, *settings):
         text = text.replace(said, "")
     assert not re.findall(r"\d+\.\d+", text), text
@@ -197,7 +197,7 @@ def test_the_choice_of_k() -> None:
     check(PAGE, "Choosing k", choosing())
 
 
-def test_the_time_of_the_study() -> None:
+def test_the_duration_of_the_study() -> None:
     times = [row for name in ("results", "tuning") for row in rows(ONE_LABEL / f"{name}.csv")]
     linear, hidden = (
         sum(float(row["seconds"]) for row in times if row["head"] == head) / 3600 for head in HEADS
@@ -226,7 +226,7 @@ def test_the_overview_of_the_results() -> None:
 
 
 def test_a_wrong_digit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed number fails, and so does a number that is in no computed sentence."""
+    """The check fails for a changed number and for a number outside of the expected sentences."""
     monkeypatch.setattr("tests.docs.test_missing_labels_sentences.ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("# Title\n\nLML has 12.3 points.\n\n| mAP |\n| --- |\n| 99.9 |\n\n## Other\n\n5.5\n")

@@ -1,4 +1,4 @@
-"""The playground in a browser: its numbers match the library, and mouse, touch and keyboard control it."""
+"""The playground in a browser: its numbers match the library; mouse, touch and keyboard all work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture(scope="module")
 def page(browser: Any) -> Iterator[Any]:
-    """The page on a desktop with reduced motion. Errors and requests fail the test."""
+    """The page on a desktop with reduced motion. Errors and network requests make the test fail."""
     page = browser.new_page(viewport={"width": 1366, "height": 860}, reduced_motion="reduce")
     trouble: list[str] = []
     page.on("pageerror", lambda error: trouble.append(str(error)))
@@ -35,7 +35,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def opened(browser: Any, width: int, height: int, **options: Any) -> Any:
-    """Open the page in a new window of a touch device."""
+    """Open the page in a new window, by default on a touch device."""
     options = {"has_touch": True, "reduced_motion": "reduce", **options}
     page = browser.new_page(viewport={"width": width, "height": height}, **options)
     page.goto(PLAYGROUND.as_uri())
@@ -43,7 +43,7 @@ def opened(browser: Any, width: int, height: int, **options: Any) -> Any:
 
 
 def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
-    """Set the page to a state and a selected entry, and return all its numbers."""
+    """Set the state and the selected entry of the page, and return all numbers that the page shows."""
     return page.evaluate(
         "([state, entry]) => { playground.set(state, entry); return playground.read(); }", [state, entry]
     )
@@ -61,7 +61,7 @@ def layers(k: float, bound: Any) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def check(shown: dict[str, Any], gradients: bool = True) -> None:
-    """Compare everything on the page with the library, in float64."""
+    """Compare all numbers on the page with those of the library in float64."""
     state = shown["state"]
     x = torch.tensor(shown["x"], dtype=torch.float64, requires_grad=True)
     for name, layer in layers(state["k"], state["bound"]).items():
@@ -78,14 +78,14 @@ def check(shown: dict[str, Any], gradients: bool = True) -> None:
 
 
 def settings() -> list[dict[str, Any]]:
-    """Random logits with every kind of k, temperature, gap and bound."""
+    """Random logits with many combinations of k, temperature, gap and bound."""
     generator = torch.Generator().manual_seed(0)
     ks = (0.05, 0.7, 1, 2.5, 3, 5, 7.3, 9, 9.95)
     kinds = itertools.product(ks, (0.05, 0.3, 1, 10), ("exactly", "at_most", "at_least"))
     found = []
     for i, (k, temperature, bound) in enumerate(kinds):
         scale = (0.3, 2.0, 5.0)[i % 3]
-        # Steps of 0.01, the resolution of the page, away from the kinks of sparsemax.
+        # Multiples of 0.01, the resolution of the page. None of these rows is at a kink of sparsemax.
         logits = (scale * torch.randn(10, generator=generator, dtype=torch.float64)).clamp(-6, 6)
         gap = (0, 0.5, 3, 8)[i % 4]
         found.append(
@@ -113,17 +113,17 @@ def test_a_hundred_settings_give_the_numbers_of_the_library(page: Any) -> None:
     [[0.0] * 10, [6.0] * 5 + [-6.0] * 5, [float(i % 2) for i in range(10)], [6.0] + [-6.0] * 9],
     ids=["equal", "two levels", "alternating", "an outlier"],
 )
-def test_ties_and_ends_give_the_numbers_of_the_library(page: Any, logits: list[float], k: float) -> None:
+def test_ties_and_extreme_k_give_the_numbers_of_the_library(page: Any, logits: list[float], k: float) -> None:
     for temperature in (0.05, 1):
         shown = show(page, logits=logits, k=k, temperature=temperature, gap=0, bound="exactly")
-        # Ties exactly on a kink of the constrained layers have no derivative there.
+        # The constrained layers have no derivative at these alternating logits, which tie at a kink.
         check(shown, gradients=logits[1] != 1.0)
 
 
 def test_a_gap_raises_the_k_largest(page: Any) -> None:
     logits = [3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, 2.5, 2.0, -4.0]
     shown = show(page, logits=logits, k=3, temperature=0.5, gap=2, bound="exactly")
-    raised = [5.0, 4.0, 1.0, 0.0, -1.0, -2.0, -3.0, 4.5, 2.0, -4.0]  # of the two 2.0, the left one
+    raised = [5.0, 4.0, 1.0, 0.0, -1.0, -2.0, -3.0, 4.5, 2.0, -4.0]  # only the first of the two entries 2.0
     assert shown["x"] == pytest.approx([2 * each for each in raised])
 
 
@@ -158,7 +158,7 @@ def test_drawings_and_captions_show_the_computed_values(page: Any) -> None:
     assert bars == pytest.approx([full * y for y in shown["y"]["lml"]], abs=1e-9)
 
 
-def test_a_bar_can_be_dragged_and_the_others_stay(page: Any) -> None:
+def test_dragging_a_bar_leaves_the_others_unchanged(page: Any) -> None:
     before = show(page, logits=[0.0] * 10, k=3, temperature=1, gap=0, bound="exactly")
     box = page.locator("#logits").bounding_box()
     column = box["x"] + box["width"] * 0.45
@@ -188,11 +188,11 @@ def test_everything_works_from_the_keyboard(page: Any) -> None:
     state = page.evaluate("playground.read().state")
     assert (state["k"], state["gap"], state["bound"]) == (3.1, 0.1, "at_most")
     assert 0.9 < state["temperature"] < 1
-    page.keyboard.press("Tab")  # the examples
+    page.keyboard.press("Tab")  # moves to the examples
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_function("playground.read().state.logits[0] === 4.2")
-    page.wait_for_selector('[role="slider"][aria-label="logit boat"]')  # drawn with the next frame
+    page.wait_for_selector('[role="slider"][aria-label="logit boat"]')  # drawn in the next frame
     assert "beach photo" in page.inner_text("#look")
     assert page.get_attribute('[role="slider"] >> nth=3', "aria-label") == "logit boat"
     check(page.evaluate("playground.read()"))
@@ -206,7 +206,7 @@ def test_the_entry_under_the_mouse_shows_its_gradient(page: Any) -> None:
         check(page.evaluate("playground.read()"))
 
 
-def test_a_link_brings_back_a_setting_and_bad_ones_are_ignored(browser: Any) -> None:
+def test_a_link_restores_a_setting_and_invalid_values_are_ignored(browser: Any) -> None:
     for address, expected in (
         (
             "x=1,2,3,4,5,-1,-2,-3,-4,-5&k=2.5&t=0.5&gap=1&bound=at_least&labels=photo",
@@ -227,7 +227,7 @@ def test_a_link_brings_back_a_setting_and_bad_ones_are_ignored(browser: Any) -> 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast(browser: Any, scheme: str) -> None:
-    """Text has a contrast of at least 4.5 to 1 in both themes, as WCAG requires."""
+    """The contrast is at least 4.5 to 1, and 3 to 1 for large text, in both themes, as WCAG requires."""
     page = browser.new_page(color_scheme=scheme)
     page.goto(PLAYGROUND.as_uri())
     names = ["ink", "soft", "lml", "sigmoid", "softmax", "csoftmax", "csparsemax", "shift", "card", "column"]
@@ -252,7 +252,7 @@ def luminance(color: str) -> float:
 
 
 def touch(page: Any, x: float, y: float, dy: float) -> None:
-    """Move a finger vertically through the browser's own input handling, which may scroll instead."""
+    """Drag a finger vertically. The browser handles it as real input, so it may scroll the page instead."""
     session = page.context.new_cdp_session(page)
     for step in range(9):
         kind = "touchStart" if step == 0 else "touchMove"
@@ -262,7 +262,7 @@ def touch(page: Any, x: float, y: float, dy: float) -> None:
 
 
 def grip(page: Any, entry: int) -> tuple[float, float]:
-    """The center of the grip of a bar."""
+    """The coordinates of the center of a bar's grip."""
     box = page.locator(f'[role="slider"][data-entry="{entry}"] .grip').bounding_box()
     return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
@@ -288,7 +288,7 @@ def test_fingers_move_grips_and_scroll_elsewhere(browser: Any, width: int) -> No
     page.touchscreen.tap(x, page.locator("#logits").bounding_box()["y"] + 10)
     page.wait_for_function("playground.read().selected === 9")
     assert logits(page) == before
-    # A touch next to the grip but within its handle: the bar does not jump, and the logit follows the finger.
+    # If a touch starts next to the grip but within its handle, the bar does not jump and follows the finger.
     touch(page, x, y + 15, -60)
     page.wait_for_function("playground.read().state.logits[9] > 2")
     unit = page.locator("#logits").bounding_box()["height"] / 180 * 126 / 12
@@ -326,7 +326,7 @@ def test_the_logits_cover_nothing_in_a_low_window(browser: Any, size: tuple[int,
             apart = min(other["right"], stage["right"]) - max(other["left"], stage["left"]) <= 0
             apart |= min(other["bottom"], stage["bottom"]) - max(other["top"], stage["top"]) <= 0
             assert apart, (size, place)
-        if size[0] >= 640:  # next to the results, and entirely in view
+        if size[0] >= 640:  # the logits are next to the results and entirely in view
             assert 0 <= stage["top"] < stage["bottom"] <= size[1]
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     page.close()
@@ -334,7 +334,7 @@ def test_the_logits_cover_nothing_in_a_low_window(browser: Any, size: tuple[int,
 
 @pytest.mark.parametrize("size", [(320, 640), (390, 844), (844, 390)])
 def test_touch_targets_are_large(browser: Any, size: tuple[int, int]) -> None:
-    """Targets are at least 44 by 44 px, except for the ten bars: they share the width of the page."""
+    """Targets are at least 44 by 44 px. Only the ten bars are narrower, because they share the page width."""
     page = opened(browser, *size)
     boxes = page.evaluate(
         "[...document.querySelectorAll("
@@ -400,7 +400,7 @@ def test_k_sweeps_up_down_and_back(browser: Any) -> None:
     assert page.get_attribute("#sweep", "aria-label") == "Stop the sweep of k"
     seen = []
     for _ in range(24):
-        page.clock.fast_forward(500)  # draws one frame, not every sixtieth of a second
+        page.clock.fast_forward(500)  # draws a single frame instead of 60 per second
         seen.append(page.evaluate("playground.read()"))
     ks = [each["state"]["k"] for each in seen]
     turns = [ks.index(max(ks)), ks.index(min(ks))]
@@ -412,7 +412,7 @@ def test_k_sweeps_up_down_and_back(browser: Any) -> None:
     assert page.get_attribute("#sweep", "aria-label") == "Sweep k"
     for each in seen[:20:4]:
         check(each)
-    # Any other control stops the animation, and so does the button itself.
+    # A second click on the button stops the sweep, and so does a change of a logit.
     for stop in ("document.getElementById('sweep').click()", "setLogit(0, 1)"):
         page.click("#sweep")
         page.clock.fast_forward(1000)
@@ -435,7 +435,7 @@ def test_reduced_motion_replaces_the_sweep_by_steps(page: Any) -> None:
 
 
 def theme(page: Any) -> str:
-    """The theme on the screen, judged by the background color of the page."""
+    """The theme of the page, determined from its background color."""
     color = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return {"rgb(246, 247, 249)": "light", "rgb(15, 19, 24)": "dark"}[color]
 
@@ -480,7 +480,8 @@ def test_the_first_button_shares_a_link_to_the_settings(browser: Any) -> None:
     other.goto(link)
     assert other.evaluate("playground.read().state") == state
     other.close()
-    # A phone opens its own dialog, which the user may close. Otherwise the address bar has the link.
+    # A phone opens its own dialog, which the user may close. If the browser does not allow sharing, the page
+    # tells the user to copy the link from the address bar.
     for error, said in (("AbortError", ""), ("NotAllowedError", "The link is in the address bar.")):
         page.evaluate("document.getElementById('shared').textContent = ''")
         page.evaluate(
@@ -506,12 +507,12 @@ def test_a_shared_link_has_a_preview(page: Any) -> None:
     assert len(picture) < 300_000
     assert struct.unpack(">2I", picture[16:24]) == (1200, 630)
     assert (tags["og:image:width"], tags["og:image:height"]) == ("1200", "630")
-    # Drawn from the logits of the page: if they change, run `python docs/images/social_card.py`.
+    # The picture shows the initial logits. If they change, run `python docs/images/social_card.py`.
     start = [float(value) for value in page.evaluate("START.logits")]
     assert f"LML of {start} with k = 3".encode() in picture
 
 
-def test_the_page_needs_nothing_else() -> None:
+def test_the_page_loads_nothing_from_other_hosts() -> None:
     text = PLAYGROUND.read_text(encoding="utf-8")
     assert not re.search(r"(src|href)=[\"'](https?:)?//", text)
     assert "@import" not in text

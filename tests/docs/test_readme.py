@@ -48,7 +48,7 @@ def test_outputs_in_the_example() -> None:
         assert float(total.split()[0]) == pytest.approx(y.sum().item(), abs=0.006)
 
 
-def test_the_readme_names_only_existing_files() -> None:
+def test_the_readme_names_only_existing_functions() -> None:
     text = README.read_text(encoding="utf-8")
     named = set(re.findall(r"torchlml\.([A-Za-z_]+)", "\n".join(SNIPPETS)))
     named |= set(re.findall(r"`torchlml\.([A-Za-z_]+)`", text)) | set(
@@ -59,7 +59,7 @@ def test_the_readme_names_only_existing_files() -> None:
 
 
 def means(path: str, column: str, **wanted: str) -> str:
-    """The mean of a column, in percent, over the rows of a CSV in results/ with the wanted values."""
+    """The mean of a column, in percent, over the rows of a CSV in results/ that have the wanted values."""
     with (ROOT / "results" / path).open(newline="", encoding="utf-8") as file:
         found = [float(row[column]) for row in csv.DictReader(file) if wanted.items() <= row.items()]
     assert len(found) >= 3, (path, wanted)
@@ -105,7 +105,7 @@ def vg_best(method: str) -> str:
     return max((vg(method, variant) for variant in ("", "leave-one-out", "without-bias")), key=float)
 
 
-def test_the_evidence_is_that_of_the_results() -> None:
+def test_the_evidence_matches_the_results() -> None:
     assert evidence() == [
         [*kept("bibtex"), *kept("delicious"), *kept("corel5k")],
         [
@@ -129,7 +129,7 @@ def test_the_evidence_is_that_of_the_results() -> None:
 
 
 def commands() -> dict[str, list[str]]:
-    """All `torchlml ...` commands in code on the pages: the words of each command and its options."""
+    """The `torchlml ...` commands in code on the pages: a mapping from their names to the options used."""
     found: dict[str, list[str]] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -159,7 +159,7 @@ def test_every_command_exists_with_its_options(name: str, capsys: pytest.Capture
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page as GitHub generates them: lowercase letters and digits, hyphens for spaces."""
+    """The anchors of a page as GitHub generates them: in lowercase, with hyphens for spaces."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -18,7 +18,7 @@ import torchlml
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECIPES = sorted((DOCS / "recipes").glob("*.py"))
-# Recipes for other packages, which emit their own warnings during training.
+# The recipes that need another package. These packages emit warnings during training.
 NEEDS = {"hf_trainer": "transformers", "lightning_module": "lightning"}
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
@@ -41,7 +41,7 @@ def run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str
 
 
 def close(said: str, written: str) -> bool:
-    """Whether the words are equal and the numbers differ no more than between versions of torch."""
+    """Whether the words are equal and the numbers are close enough for different versions of torch."""
     if NUMBER.sub("#", said).split() != NUMBER.sub("#", written).split():
         return False
     pairs = zip(NUMBER.findall(said), NUMBER.findall(written), strict=True)
@@ -59,14 +59,14 @@ def test_a_recipe_prints_the_output_on_its_page_within_seconds(
     assert close(said, written), f"{recipe.name} printed\n{said}\nbut its page says\n{written}"
 
 
-def test_other_words_or_numbers_are_noticed() -> None:
+def test_different_words_or_numbers_are_not_close() -> None:
     assert close("step 100: loss 2.13\n", "step 100: loss 2.20\n")
     assert not close("step 100: loss 2.13\n", "step 100: loss 3.13\n")
     assert not close("step 100: loss 2.13\n", "step 100: cost 2.13\n")
 
 
 def code_lines(text: str) -> int:
-    """The lines of code, without blank lines, comments and docstrings."""
+    """The number of lines of code, without blank lines, comments and docstrings."""
     silent = {
         tokenize.COMMENT,
         tokenize.NL,
@@ -93,8 +93,8 @@ def test_every_recipe_is_short_and_has_a_page_with_its_output() -> None:
             assert f'--8<-- "recipes/{name}"' in pages, name
 
 
-def test_the_step_of_the_trainer_is_the_mean_over_all_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """Compare with a step computed by hand, not with the Trainer itself."""
+def test_the_trainer_loss_is_the_mean_over_all_rows_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """The losses of the micro-batches of a step sum to the mean over all rows, computed by hand."""
     recipe = DOCS / "recipes" / "hf_trainer.py"
     _, names = run(recipe, capsys)
     logits, labels = (
@@ -112,7 +112,7 @@ def test_the_step_of_the_trainer_is_the_mean_over_all_its_rows(capsys: pytest.Ca
     torch.testing.assert_close(torch.stack(parts).sum(), right)
 
 
-def test_entmax_matches_the_numbers_on_the_migration_page() -> None:
+def test_the_replacements_for_entmax_have_the_same_values() -> None:
     entmax = pytest.importorskip("entmax", reason="entmax is not installed")
     x = torch.randn(5, 12, dtype=torch.float64)
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1), entmax.sparsemax(x, dim=-1))

@@ -162,7 +162,7 @@ LOSSES = {
 
 
 def check_noises(table: Table, columns: list[tuple[str, str, str]], digits: int) -> None:
-    """Check that each column of a table of losses is a measure (CSV, noise, measure) of one sweep."""
+    """Check a table with a line for each loss. `columns` names the CSV, noise and measure of each column."""
     for title, *cells in table.lines:
         for (name, noise, measure), cell in zip(columns, cells, strict=True):
             found = [
@@ -307,7 +307,7 @@ def one_label_groups() -> dict[tuple[str, str, str, str], list[Row]]:
 
 
 def check_one_label(head: str, table: Table) -> None:
-    """Check a table of a measure: a line for each method, a column for each data set, the best in bold."""
+    """Check a table of one measure, with a line for each method and a column for each data set."""
     measure, digits, _ = ONE_LABEL_MEASURES[table.heads[0]]
     for title, *cells in table.lines:
         for dataset, cell in zip(table.heads[1:], cells, strict=True):
@@ -318,7 +318,7 @@ def check_one_label(head: str, table: Table) -> None:
 
 
 def check_one_label_differences(head: str, table: Table) -> None:
-    """Check the differences from the best competitor of each data set and measure, paired by seed."""
+    """Check the differences from the best competitor on each data set and measure, paired by seed."""
     own = ONE_LABEL_METHODS[table.heads[0].removesuffix(" minus")]
     for dataset, *cells in table.lines:
         for title, cell in zip(table.heads[1:], cells, strict=True):
@@ -366,7 +366,7 @@ OWN_METRICS = {"nDCG@5": "ndcg5", "P@1": "p1", "micro-F1": "micro_f1", "exact se
 
 
 def own_data(data: str | None = None, samples: str | None = None) -> list[Row]:
-    """The rows of a data set, of a number of samples, or of all."""
+    """The rows with this data set and this number of samples. None matches every value."""
     return [
         row
         for row in rows(OWN / "own-data.csv")
@@ -441,7 +441,7 @@ def test_own_data_summary() -> None:
 
 
 def test_own_data_targets() -> None:
-    """The table of targets: how often each is met, and the largest miss."""
+    """The table of targets: how often each target is met, and the worst difference."""
     (table,) = of_section(OWN / "README.md", "Targets")
     slack = {"ndcg5": 0.2}
     for name, _, met, worst in table.lines:

@@ -1,4 +1,4 @@
-"""docs/scale.md: its tables follow from the formulas that `test_numbers_sent` verifies, and from the CSV."""
+"""docs/scale.md: the tables match the formulas that `test_numbers_sent` verifies and `training.csv`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_table_follows_from_the_formulas(line: tuple[str, ...]) -> None:
     own = labels / processes
     assert float(line[2]) == pytest.approx(2 * own * FEATURES * BYTES / 2**30, rel=0.02)
     assert float(line[3]) == pytest.approx(2 * ROWS * own * BYTES / 2**30, rel=0.02)
-    # The agreement, the survey of the loss, and two evaluations at three points.
+    # The page's rounds in 8-byte numbers: agreement, survey of the loss, two evaluations at three points.
     sent = 8 * (256 + (23 + 2 * 14 * 3) * ROWS)
     received = processes * sent if processes > 1 else 0
     assert float(line[4]) == pytest.approx(received / 2**20, rel=0.05)
@@ -43,7 +43,7 @@ def training_rows() -> list[dict[str, float]]:
 
 
 def training_cells(title: str) -> dict[tuple[int, int], str]:
-    """The cells of a table about training by the numbers of samples and labels, without dashes."""
+    """The cells of a table about training by (samples, labels), without cells that contain a dash."""
     page = PAGE.read_text(encoding="utf-8").split(title)[1].strip()
     heads, _, *lines = (line.strip("| ").split(" | ") for line in page.split("\n\n")[0].split("\n"))
     labels = [int(head.removesuffix(" labels").replace(",", "")) for head in heads[1:]]
@@ -55,7 +55,7 @@ def training_cells(title: str) -> dict[tuple[int, int], str]:
     }
 
 
-def test_the_tables_of_training_are_those_of_the_csv() -> None:
+def test_the_tables_about_training_match_the_csv() -> None:
     speed, needs = {}, {}
     for row in training_rows():
         if row["processes"] == 1:
@@ -69,8 +69,8 @@ def test_the_tables_of_training_are_those_of_the_csv() -> None:
     assert training_cells(title) == needs
 
 
-def test_the_sentences_about_training_are_those_of_the_csv() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+def test_the_sentences_about_training_match_the_csv() -> None:
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
     alone = {(row["samples"], row["labels"]): row for row in training_rows() if row["processes"] == 1}
     large = alone[1e6, 1000]
     assert f"need {large['memory_mb'] / 1000:.1f} GB and {large['epoch_seconds']:.0f} s per epoch" in page

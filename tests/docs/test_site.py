@@ -1,4 +1,4 @@
-"""The site builds without a warning and fetches nothing; every link resolves and every snippet runs."""
+"""The site builds without warnings and uses no other host; every link resolves and every snippet runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def pages(site: Path) -> dict[Path, Html]:
     return {page: Html(page) for page in sorted(site.rglob("*.html"))}
 
 
-def test_headings_start_like_navigation_entries_and_are_the_titles(site: Path) -> None:
+def test_titles_start_with_the_heading_and_headings_with_the_navigation_entry(site: Path) -> None:
     text = (site / "llms.txt").read_text(encoding="utf-8")
     entries = re.findall(r"^- \[(.+)\]\((.+\.html)\)$", text, re.M)
     assert len(entries) > 30
@@ -90,12 +90,12 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Path, pages: dict[Path, H
         assert not re.search(r"url\([\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name
 
 
-def test_every_link_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Html]) -> None:
+def test_every_link_on_the_site_has_a_target(site: Path, pages: dict[Path, Html]) -> None:
     followed = 0
     for page, html in pages.items():
         for link in html.links:
             parts = urlsplit(link)
-            if parts.scheme or page.name == "404.html":  # the 404 page has links from the root
+            if parts.scheme or page.name == "404.html":  # the links of the 404 page start at the root
                 assert parts.scheme in ("", "https"), (page.name, link)
                 continue
             target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
@@ -121,7 +121,7 @@ def test_every_public_name_is_in_the_api(site: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_every_snippet_of_a_page_runs(page: Path) -> None:
-    """Run the blocks of a page in order. The blocks of recipes are files with their own tests."""
+    """Run the Python blocks of a page in order. Recipes are separate files with their own tests."""
     names: dict[str, object] = {"__name__": "snippet"}
     for snippet in re.findall(
         r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
@@ -129,7 +129,7 @@ def test_every_snippet_of_a_page_runs(page: Path) -> None:
         exec(compile(snippet, page.name, "exec"), names)
 
 
-def test_the_numbers_of_the_first_page_are_right() -> None:
+def test_the_numbers_on_the_first_page_are_right() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     for comment, y in example_rows(text):
         assert [float(each) for each in comment.split()[:4]] == pytest.approx(y.tolist(), abs=0.006)
@@ -166,7 +166,7 @@ def served(site: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def visit(browser: Any, address: str, **settings: Any) -> Iterator[Any]:
-    """Open a page that may fetch from the site only."""
+    """Open a page, and check that it fetches files only from the site."""
     page = browser.new_page(**settings)
     strangers: list[str] = []
     host = address.split("/")[2]
@@ -179,7 +179,7 @@ def visit(browser: Any, address: str, **settings: Any) -> Iterator[Any]:
     assert [url for url in strangers if not url.startswith(("data:", "blob:"))] == []
 
 
-def test_the_search_finds_and_leads_to_a_page(browser: Any, served: str) -> None:
+def test_the_search_finds_a_page_and_opens_it(browser: Any, served: str) -> None:
     with visit(browser, f"{served}/index.html", viewport={"width": 1300, "height": 900}) as page:
         for words, where in (("sparsemax", "related"), ("gradient accumulation", "trainers")):
             page.locator("input.md-search__input").click()
@@ -230,7 +230,7 @@ def test_site_and_playground_share_a_theme(browser: Any, served: str) -> None:
         written = page.evaluate(stored)
         page.click("#theme")
         page.click("#theme")
-        assert page.evaluate(f"JSON.parse({stored})") == json.loads(written)  # as the site writes it
+        assert page.evaluate(f"JSON.parse({stored})") == json.loads(written)  # in the format of the site
         page.click("#theme")
         assert not dark()
         page.goto(f"{served}/faq.html")
@@ -256,7 +256,7 @@ def test_a_phone_opens_the_navigation(browser: Any, served: str) -> None:
         page.wait_for_url("**/choosing-a-relaxation.html")
 
 
-# Pages are laid out in a frame outside the window, because painting them takes longer than everything else.
+# Pages are laid out in a frame outside the window, because painting them would take most of the time.
 LAID_OUT = """async ([name, widths]) => {
     const frame = document.createElement("iframe");
     frame.style.cssText = `position: fixed; left: -9999px; border: 0; height: 800px; width: ${widths[0]}px`;
@@ -280,7 +280,8 @@ def test_no_page_scrolls_sideways_and_no_table_is_clipped(browser: Any, served: 
     ]
     widths = [1280, 390]
     with visit(browser, f"{served}/index.html", viewport={"width": 1280, "height": 800}) as page:
-        page.route("**/search_index.json", lambda route: route.abort())  # every page would index it again
+        # Without this, every page would build the search index again.
+        page.route("**/search_index.json", lambda route: route.abort())
         for name in pages:
             for width, (needed, clipped) in zip(
                 widths, page.evaluate(LAID_OUT, [f"/{name}", widths]), strict=True

@@ -121,7 +121,7 @@ def test_speed_of_balanced_lml():
 
 
 def of_routing(router: str, name: str) -> list[float]:
-    """A measurement of the second half of training."""
+    """The values of a column in the second half of training."""
     found = [row for row in rows(RESULTS / "routing" / "routing.csv") if row["router"] == router]
     last = max(int(row["step"]) for row in found)
     return [float(row[name]) for row in found if int(row["step"]) > last / 2]
@@ -174,7 +174,7 @@ def test_the_text_about_the_routing_study():
     others = [router for router in routers if not router.startswith("TopKRouter")]
     first, second = sorted(others, key=load)[:2]
     assert (first, second) == ("auxiliary loss, 1", "loss-free bias, 0.01")
-    # No router that is better balanced than the one the page recommends has a comparable loss.
+    # Only T = 0.01 balances better than T = 0.1, which the page recommends.
     assert [router for router in routers if load(router) < load(ours)] == [hard]
     low, _, high = differences(ours)
     low_other, _, high_other = differences("auxiliary loss, 1")

@@ -17,7 +17,7 @@ def test_there_are_workflows() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_every_step_is_a_target(path: Path) -> None:
+def test_every_step_runs_a_make_target(path: Path) -> None:
     steps = re.findall(r"^\s*- run: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert steps
     for step in steps:

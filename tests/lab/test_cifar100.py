@@ -1,4 +1,4 @@
-"""The CIFAR-100 study: label noise, augmentation, networks, losses, accuracies, options."""
+"""The CIFAR-100 study: label noise, augmentation, networks, losses, accuracies and options."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
         assert (counts > 0).nonzero().flatten().tolist() == [7, 27, 47, 67, 87]
 
 
-def test_noise_follows_from_the_seed_and_grows_with_the_probability():
+def test_noise_depends_on_the_seed_and_grows_with_the_probability():
     part = some_part()
     assert torch.equal(data.with_noise(part, 0.4, 1).fine, data.with_noise(part, 0.4, 1).fine)
     assert not torch.equal(data.with_noise(part, 0.4, 1).fine, data.with_noise(part, 0.4, 2).fine)
@@ -90,9 +90,10 @@ def test_augmented_images_are_crops_and_mirror_images():
 def test_densenet_40_40_has_the_published_shape():
     network = DenseNet(depth=40, growth=40, classes=100)
     convolutions = [part for part in network.modules() if isinstance(part, torch.nn.Conv2d)]
-    # 40 layers with weights: 1 + 3 blocks of 6 bottlenecks of 2 + 2 transitions + 1 linear layer.
+    # 40 layers have weights: the first convolution, 3 blocks of 6 bottlenecks with 2 convolutions each,
+    # 2 transitions, and a linear layer.
     assert len(convolutions) + 1 == 40
-    # A block adds 6 x 40 channels and a transition halves them: 80 -> 320 -> 160 -> 400 -> 200 -> 440.
+    # A block adds 6 x 40 channels, and a transition halves the number: 80 -> 320 -> 160 -> 400 -> 200 -> 440.
     assert {(320, 160), (400, 200)} <= {(part.in_channels, part.out_channels) for part in convolutions}
     assert network.head.in_features == 440
     with torch.no_grad():
@@ -184,7 +185,7 @@ def test_the_published_network_on_a_cpu_suggests_an_alternative(monkeypatch):
         "torchlml_lab.studies.cifar100.task.DenseNet", lambda depth, growth, classes: small_cnn(classes)
     )
     monkeypatch.setattr(loop, "needs", lambda task, size: loop.Needs(4.0, 2.0, 1.6e9))
-    for network, said in ((None, "use `--network small-cnn --epochs 6` here"), ("small-cnn", None)):
+    for network, said in ((None, "On a CPU, use `--network small-cnn --epochs 6`"), ("small-cnn", None)):
         settings = Cifar100Settings(data=Path("x"), network=network, validation=50)
         found = loop.forecast(task(settings, part, part), 64, 300, 704)
         assert found is not None
@@ -205,7 +206,7 @@ def test_durations_as_text(seconds, said):
 
 
 def test_a_wide_head_memorizes_wrong_labels(tmp_path):
-    """The row of a sweep reports the memorized share next to the accuracy on clean labels."""
+    """A row of a sweep has the accuracies on the noisy training labels and on the clean test labels."""
     settings = Cifar100Settings(
         features=write_features(tmp_path, 16),
         head="wide",

@@ -14,7 +14,7 @@ from torchlml_lab.studies.cifar100 import data
 
 
 def batch(count, seed=0):
-    """A part of the official files: all fine labels are equally frequent, and coarse = fine mod 20."""
+    """The content of a file in the official format. Fine labels are balanced, and coarse = fine mod 20."""
     random = np.random.default_rng(seed)
     fine = np.arange(count) % 100
     return {
@@ -30,7 +30,7 @@ def batch(count, seed=0):
 def folder(tmp_path):
     path = tmp_path / "cifar-100-python"
     path.mkdir()
-    # Protocol 2, like the official files. numpy >= 2 writes numpy._core instead of numpy.core.
+    # As in the official files, use protocol 2 and the name numpy.core, which is numpy._core in numpy >= 2.
     (path / "train").write_bytes(pickle.dumps(batch(400), 2).replace(b"numpy._core", b"numpy.core"))
     (path / "test").write_bytes(pickle.dumps(batch(200, 1), 2))
     return path
@@ -43,7 +43,7 @@ def packed(folder):
     return path
 
 
-def test_folder_parent_and_tar_give_the_same(folder):
+def test_folder_parent_and_tar_give_the_same_data(folder):
     expected = batch(400)
     for path in (folder, folder.parent, packed(folder)):
         train, test = data.read_images(path)
@@ -118,7 +118,7 @@ def changed(**changes):
         (changed(data=np.zeros((40, 3072), np.float32)), "not a 2-D array of bytes"),
     ],
 )
-def test_damaged_files_are_named(folder, content, needle):
+def test_damaged_files_are_rejected_by_name(folder, content, needle):
     (folder / "train").write_bytes(content)
     with pytest.raises(BadInput) as error:
         data.read_images(folder)
@@ -126,7 +126,7 @@ def test_damaged_files_are_named(folder, content, needle):
     assert needle in str(error.value)
 
 
-def test_missing_and_truncated_files_are_named(folder):
+def test_missing_and_truncated_files_are_rejected_by_name(folder):
     tar = packed(folder)
     whole = tar.read_bytes()
     for part in (whole[: len(whole) // 2], whole[:10], b"no tar"):
@@ -165,7 +165,7 @@ def features_of(path, **changes):
         ({"x": np.array([object()] * 200)}, "cannot be read"),
     ],
 )
-def test_bad_features_are_named(tmp_path, changes, needle):
+def test_bad_features_are_rejected_by_name(tmp_path, changes, needle):
     path = features_of(tmp_path / "f.npz", **changes)
     with pytest.raises(BadInput) as error:
         data.read_features(path)
@@ -173,7 +173,7 @@ def test_bad_features_are_named(tmp_path, changes, needle):
     assert needle in str(error.value)
 
 
-def test_features_that_are_not_a_file(tmp_path):
+def test_feature_files_in_another_format_are_rejected(tmp_path):
     for content in (b"", b"PK\x03\x04 half", b"text"):
         (tmp_path / "f.npz").write_bytes(content)
         with pytest.raises(BadInput, match="cannot be read"):

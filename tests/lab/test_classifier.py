@@ -1,4 +1,4 @@
-"""`TopKClassifier`: scikit-learn's estimator checks, all forms of labels, and its accuracy."""
+"""`TopKClassifier`: scikit-learn's estimator checks, all forms of labels, and accuracy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchlml_lab import TopKClassifier
 from torchlml_lab.classifier import estimator
 
 LABELS = np.array(["ash", "birch", "cedar", "elm", "fir", "oak"])
-# Small enough for a test, and learns within a few epochs.
+# A model that is small enough for a test and learns within a few epochs.
 QUICK: Any = {"hidden": 0, "epochs": 8, "learning_rate": 0.1, "batch_size": 32, "random_state": 0}
 
 
@@ -56,7 +56,7 @@ def test_the_example() -> None:
     assert doctest.testmod(estimator) == (0, 5)
 
 
-def test_predictions_come_in_the_form_of_the_labels() -> None:
+def test_predictions_have_the_form_of_the_labels() -> None:
     matrix = TopKClassifier(k=2, **QUICK).fit(X, Y)
     found = matrix.predict(X)
     assert found.shape == Y.shape
@@ -95,11 +95,11 @@ def test_probabilities_sum_to_k() -> None:
 
 @pytest.mark.parametrize("loss", ["lml", "softmax", "bce", "truncated-entropy"])
 @pytest.mark.parametrize("hidden", [0, 16])
-def test_it_learns_from_dense_and_sparse_rows(loss: Any, hidden: int) -> None:
+def test_the_classifier_learns_from_dense_and_sparse_rows(loss: Any, hidden: int) -> None:
     settings = QUICK | {"hidden": hidden, "dropout": 0.1}
     for x in (X, sparse.csr_matrix(X)):
         model = TopKClassifier(loss=loss, **settings).fit(x[:180], Y[:180])
-        assert model.score(x[180:], Y[180:]) > 0.7  # chance is one third
+        assert model.score(x[180:], Y[180:]) > 0.7  # about one third would be chance
         assert model.score(sparse.csr_array(X[180:]), Y[180:]) == model.score(x[180:], Y[180:])
 
 
@@ -126,7 +126,7 @@ def test_pipelines_and_grids() -> None:
         assert cross_val_score(TopKClassifier(**QUICK), X, Y, cv=2, scoring=scoring).min() > 0.5
 
 
-def test_copies_repeat_it_and_torchs_generator_is_left_alone() -> None:
+def test_copies_give_the_same_results_and_torchs_generator_is_unchanged() -> None:
     model = TopKClassifier(**(QUICK | {"hidden": 8}))
     before = torch.get_rng_state()
     chances = model.fit(X, Y).predict_proba(X)
@@ -213,7 +213,7 @@ BAD_NAMES: dict[str, tuple[list[list[Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_names_that_cannot_be_labels(name: str) -> None:
+def test_invalid_label_names_are_rejected(name: str) -> None:
     lists, needle = BAD_NAMES[name]
     with pytest.raises(ValueError, match=needle):
         TopKClassifier(**QUICK).fit(X[:100], lists * 50)
@@ -238,7 +238,7 @@ def test_large_integers_stay_integers() -> None:
 
 
 class Series:
-    """A column of lists whose rows are columns themselves, like a polars Series."""
+    """A column of lists. Like a polars Series, it yields each list as another column."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values

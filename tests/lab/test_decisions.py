@@ -1,4 +1,4 @@
-"""Sets of labels: the rules against their definitions, and the metrics against scikit-learn."""
+"""Predicted sets of labels: the rules match their definitions, and the metrics match scikit-learn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ K = 2
 
 
 def samples(rows: int, labels: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, probabilities, and labels drawn from them, at least one per sample."""
+    """Logits, probabilities, and labels drawn with these probabilities, at least one label per sample."""
     logits = 2 * torch.randn(rows, labels)
     y = torchlml.lml(logits, K)
     observed = torch.rand(rows, labels) < y
@@ -59,7 +59,7 @@ def test_rules_follow_their_definitions() -> None:
     assert torch.equal(Decisions().decide(logits, y, K, "count"), found["top-k"])
 
 
-def test_the_order_of_logits_decides_between_equal_probabilities() -> None:
+def test_logits_break_ties_between_equal_probabilities() -> None:
     logits = torch.tensor([[40.0, 50, 45, -60], [-60.0, 45, 40, 50]])
     y = torch.tensor([[1.0, 1, 1, 0], [0, 1, 1, 1]])
     assert Decisions().decide(logits, y, 2, "top-k").int().tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
@@ -67,7 +67,7 @@ def test_the_order_of_logits_decides_between_equal_probabilities() -> None:
 
 @pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("rows", [3, 40])
-def test_the_threshold_has_the_best_smoothed_sets(rows: int, least: int) -> None:
+def test_the_threshold_maximizes_the_smoothed_quality(rows: int, least: int) -> None:
     logits, y, observed = samples(rows)
     y = (20 * y).round() / 20  # with ties
 
@@ -86,7 +86,7 @@ def test_the_threshold_has_the_best_smoothed_sets(rows: int, least: int) -> None
 
 
 def test_sets_are_empty_if_that_is_better() -> None:
-    # The probabilities of samples without labels are low.
+    # Samples without labels have low probabilities.
     logits, _, observed = samples(200)
     observed[::2] = False
     logits[::2] -= 6
@@ -100,7 +100,7 @@ def test_sets_are_empty_if_that_is_better() -> None:
     for rule in ("threshold", "count"):
         empty = ~fitted.decide(logits, y, K, rule).any(-1)  # type: ignore[arg-type]
         assert empty[::2].double().mean() > 0.5
-    # Unless samples without labels are known, at least one label is chosen.
+    # By default, `fit` assumes that every sample has a label, so at least one label is chosen.
     other = decisions.fit(logits, y, observed, K)
     assert other.least == 1
     assert "and always the best one" in other.in_words("threshold", K)
@@ -109,7 +109,7 @@ def test_sets_are_empty_if_that_is_better() -> None:
 
 
 def test_a_threshold_does_not_separate_equal_probabilities() -> None:
-    # The best set would be the first three of four equal labels, but only all four or none are possible.
+    # Three of four labels with equal probabilities are observed, but a threshold chooses all four or none.
     y = torch.tensor([[0.9, 0.5, 0.5, 0.5, 0.5, 0.1]])
     observed = torch.tensor([[True, True, True, True, False, False]])
     found = Decisions(threshold=best_threshold(torch.logit(y), y, observed))
@@ -131,11 +131,11 @@ def test_the_number_of_labels_is_a_ridge_regression() -> None:
 
 
 def test_the_rule_with_the_best_sets_is_chosen() -> None:
-    # Each sample has as many labels as entries near 1, so that `half` is exactly right and `top-k` is not.
+    # Observed labels, and only these, have probabilities above 0.5, so `half` is right and `top-k` is not.
     observed = torch.rand(60, 6) < 0.4
     observed[:, 0] |= ~observed.any(-1)
     y = torch.where(observed, 0.6, 0.4) + 0.05 * torch.rand(60, 6)
-    y[0] = torch.tensor([0.9, 0.8, 0.7, 0.45, 0.45, 0.45])  # no single number of labels is always right
+    y[0] = torch.tensor([0.9, 0.8, 0.7, 0.45, 0.45, 0.45])  # an exception in the first sample
     fitted = decisions.fit(torch.logit(y), y, observed, K)
     scores = {}
     for rule in RULES:
@@ -145,10 +145,10 @@ def test_the_rule_with_the_best_sets_is_chosen() -> None:
     assert fitted.rule != "top-k"
 
 
-def test_set_metrics_are_those_of_scikit_learn() -> None:
+def test_set_metrics_match_scikit_learn() -> None:
     _, y, observed = samples(80)
-    unknown = torch.rand(80, 2) < 0.1  # labels that are unknown to the run
-    unknown[:, 1] = False  # and a label that does not occur
+    unknown = torch.rand(80, 2) < 0.1  # two labels that are unknown to the run
+    unknown[:, 1] = False  # the second of them does not occur
     truth = torch.cat([observed, unknown], -1)
     chosen = y > 0.6
     chosen[:, 3] = False
@@ -170,7 +170,7 @@ def test_set_metrics_are_those_of_scikit_learn() -> None:
 
 
 @pytest.mark.parametrize("digits", [1, 6])
-def test_average_precision_is_that_of_scikit_learn(digits: int) -> None:
+def test_average_precision_matches_scikit_learn(digits: int) -> None:
     random = np.random.default_rng(0)
     for _ in range(20):
         scores, observed = random.random(30).round(digits), random.random(30) < 0.2
@@ -204,7 +204,7 @@ def predicted(run: Path, data: Path, rule: str) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_the_report_has_the_sets_of_predict(run: Path, tmp_path: Path, capsys) -> None:
+def test_the_report_and_predict_use_the_same_sets(run: Path, tmp_path: Path, capsys) -> None:
     new = [*tagged_texts(60, seed=1), ("pip dict", ["python", "fruit"])]
     data = write_texts(tmp_path / "new.csv", new)
     assert cli.main(["evaluate", str(run), "--data", str(data), "--out", str(tmp_path / "report")]) == 0
@@ -230,7 +230,7 @@ def test_the_report_has_the_sets_of_predict(run: Path, tmp_path: Path, capsys) -
     auto = matrix([row["labels"] for row in predicted(run, data, "auto")])
     assert np.array_equal(auto, chosen[stored["rule"]])
     assert f"Rule `{stored['rule']}`: " in capsys.readouterr().out
-    # The table of labels, for the rule of the run.
+    # labels.csv has one line for each label, computed with the rule of the run.
     with (tmp_path / "report" / "labels.csv").open(newline="") as file:
         table = {row["label"]: row for row in csv.DictReader(file)}
     assert sorted(table) == names
@@ -257,7 +257,7 @@ def every(run: Path, data: Path) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_the_calibration_error_is_that_of_ten_bins(run: Path, tmp_path: Path, capsys) -> None:
+def test_the_calibration_error_uses_ten_bins(run: Path, tmp_path: Path, capsys) -> None:
     new = tagged_texts(60, seed=2)
     data = write_texts(tmp_path / "new.csv", new)
     assert cli.main(["evaluate", str(run), "--data", str(data), "--out", str(tmp_path)]) == 0
@@ -276,7 +276,7 @@ def test_the_calibration_error_is_that_of_ten_bins(run: Path, tmp_path: Path, ca
         assert f"{100 * error:.2f}% {words}" in page
 
 
-def test_a_sample_may_get_no_label_with_the_rule_half(run: Path, tmp_path: Path, capsys) -> None:
+def test_the_rule_half_may_choose_no_label(run: Path, tmp_path: Path, capsys) -> None:
     stored = json.loads((run / "calibration.json").read_text())
     out = tmp_path / "run"
     shutil.copytree(run, out)

@@ -1,4 +1,4 @@
-"""The demo: its data, its measures compared with manual counts, and text that follows the numbers."""
+"""The demo: its data, its measures compared with counts by hand, and sentences that match the numbers."""
 
 import re
 
@@ -19,7 +19,7 @@ def test_images_show_k_digits_and_name_one_of_them(condition):
         assert part.pixels.shape == (count, 8, 32)
         assert (part.present.sum(1) == 4).all()
         assert part.present.gather(1, part.named.unsqueeze(1)).all()
-    assert not digits(train) & digits(test), "the test images show handwriting that was trained on"
+    assert not digits(train) & digits(test), "some digits appear in both training and test images"
 
 
 def digits(part):
@@ -37,7 +37,8 @@ def test_conditions_differ_only_in_the_named_label():
 
 
 def test_measures_by_hand():
-    # Digits 0 and 1 are present and 0 is labeled; then 2 and 3 are present, and 3 is labeled.
+    # In the first image, 0 and 1 are present and 0 is labeled. In the second, 2 and 3 are present and 3 is
+    # labeled.
     present = torch.zeros(2, 10, dtype=torch.bool)
     present[0, :2] = present[1, 2:4] = True
     shown = Images(torch.zeros(2, 8, 16), present, torch.tensor([0, 3]))
@@ -64,7 +65,7 @@ def test_stacked_networks_are_independent(one_thread):
 
 
 def results_where(lml, softmax, count=10.0):
-    """Synthetic measurements of three seeds, in which only LML and cross-entropy differ."""
+    """Synthetic measurements of three seeds, with the given values for LML and cross-entropy."""
     nothing = torch.zeros(3, 10)
 
     def measured(value):
@@ -117,7 +118,7 @@ def test_demo_writes_table_plots_and_report(capsys, tmp_path):
     assert captured.err == ""
     assert sorted(path.name for path in out.iterdir()) == ["calibration.png", "report.html", "scores.png"]
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"(src|href)=\"(?!data:)", page), "the report needs another file"
+    assert not re.search(r"(src|href)=\"(?!data:)", page), "the report refers to another file"
     assert page.count("data:image/png;base64,") == 2 + 4
     # All numbers in the printed table are in the report.
     found = re.findall(r"^ *LML ((?: *[0-9.]+±[0-9.]+){5}) *$", captured.out, re.MULTILINE)
@@ -127,7 +128,7 @@ def test_demo_writes_table_plots_and_report(capsys, tmp_path):
         assert f"{middle} ± {'0' * deviation.startswith('.')}{deviation}" in page
 
 
-def test_a_place_that_cannot_be_written_is_rejected_before_any_work(capsys, tmp_path, monkeypatch):
+def test_an_unwritable_path_is_rejected_before_any_work(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "run", None)
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "x")]) == 2
@@ -145,7 +146,7 @@ def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):
     assert "the tables above contain all results" in captured.err
 
 
-def test_one_thread_computes_unless_told(tmp_path, monkeypatch):
+def test_one_thread_is_the_default(tmp_path, monkeypatch):
     used = []
 
     def stop(*arguments):
@@ -181,4 +182,4 @@ def test_figures_lists_its_names_and_rejects_others(capsys):
     assert cli.main(["figures"]) == 0
     assert "projection" in capsys.readouterr().out
     assert cli.main(["figures", "nothing"]) == 2
-    assert "has no `nothing`" in capsys.readouterr().err
+    assert "Unknown NAME `nothing`" in capsys.readouterr().err

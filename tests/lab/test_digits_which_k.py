@@ -1,4 +1,4 @@
-"""The cost of a wrong k: the images, the information given to each method, the command and its figure."""
+"""`torchlml which-k`: the images, the information given to each method, the command and its figure."""
 
 import torch
 
@@ -16,7 +16,7 @@ def test_images_of_one_to_five_digits():
         assert part.present.gather(1, part.named.unsqueeze(1)).all()
     number = train.present.sum(1)
     assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 of each are expected
-    # The positions of the digits reveal their number only through empty positions.
+    # All positions are equally likely to show a digit.
     assert (train.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0).float().mean(0).std() < 0.03
 
 
@@ -83,7 +83,7 @@ def test_bad_options(capsys, options, needle):
     assert needle in rejected(capsys, ["which-k", *options])
 
 
-def test_a_place_that_cannot_be_written_is_rejected_before_any_work(capsys, tmp_path, monkeypatch):
+def test_an_unwritable_path_is_rejected_before_any_work(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(which_k, "run", None)
     (tmp_path / "file").write_text("")
     assert "which cannot be written" in rejected(capsys, ["which-k", "--csv", tmp_path / "file" / "x.csv"])

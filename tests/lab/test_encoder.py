@@ -1,4 +1,4 @@
-"""Sentence encoders instead of TF-IDF, with a small model from an installed package, so without downloads."""
+"""Sentence encoders instead of TF-IDF. An installed package provides the model, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rows(texts: list[str], numbers: list[float]) -> LabeledRows:
     )
 
 
-def test_embeddings_are_those_of_the_model_and_come_before_numbers(
+def test_embeddings_match_the_model_and_precede_numeric_columns(
     model: str, tmp_path: Path, monkeypatch
 ) -> None:
     import torch
@@ -53,7 +53,7 @@ def test_embeddings_are_those_of_the_model_and_come_before_numbers(
     texts = ["A cat sat.", "A kitten was sitting.", "Rates rose.", "A cat sat."]
     encoder = Encoder(model)
     found = encoder.encode(rows(texts, [1.0, np.nan, 3.0, 4.0]))
-    # The definition of the model: the mean over the tokens, scaled to norm 1.
+    # The model is defined as the mean over the tokens, scaled to norm 1.
     tokens = AutoTokenizer.from_pretrained(model)(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         states = AutoModel.from_pretrained(model).eval()(**tokens).last_hidden_state
@@ -66,7 +66,7 @@ def test_embeddings_are_those_of_the_model_and_come_before_numbers(
     assert found.texts is None
     assert found.columns is not None
     assert (len(found.columns), found.columns[-1]) == (385, "size")
-    # A saved encoder does not need the model for the same texts.
+    # With saved embeddings of the same texts, the model is not loaded.
     encoder.save(tmp_path / "e.npz")
     monkeypatch.setattr(labeled_rows, "_encoder", lambda name: pytest.fail("the model was loaded"))
     again = Encoder(model, tmp_path / "e.npz").encode(rows(texts[::-1], [0.0] * 4)).features.toarray()

@@ -1,4 +1,4 @@
-"""The training engine when it is killed, interrupted, out of disk space, misused, or distributed."""
+"""The training engine: killed and interrupted runs, full disks, invalid requests, and two processes."""
 
 import dataclasses
 import json
@@ -80,7 +80,7 @@ def same(one, other):
 
 
 def lines_of(run):
-    """The metrics of a run on validation and test."""
+    """The lines of a run's metrics that are about validation and test."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] != "train"]
 
@@ -104,7 +104,7 @@ def test_a_run_is_recorded(whole):
     assert kept == {"epoch-0006", f"epoch-{best['epoch']:04d}"}
 
 
-def test_killed_and_resumed_equals_undisturbed(features, whole, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_undisturbed_run(features, whole, tmp_path):
     out = tmp_path / "run"
     killed(features, out)
     assert not (out / "result.json").exists(), "the run finished before it was killed"
@@ -112,7 +112,7 @@ def test_killed_and_resumed_equals_undisturbed(features, whole, tmp_path):
     same(out, whole)
 
 
-def test_interrupted_says_how_to_continue(features, whole, tmp_path):
+def test_an_interrupted_run_says_how_to_continue(features, whole, tmp_path):
     out = tmp_path / "run"
     running = start(words(features, out))
     wait_for_epoch(out, 1, running)
@@ -132,18 +132,19 @@ def test_resuming_a_finished_run_changes_nothing(capsys, whole):
 
 
 def full_disk(size):
-    """Limit the size of files. Larger writes fail as on a full disk, even outside Python."""
+    """Limit the size of files, so that larger writes fail as on a full disk, even in compiled libraries."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize("kept", ["nothing", "the weights"])
 def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
-    """safetensors writes the weights, and torch writes the optimizer's state."""
+    """The limit stops safetensors, which writes the weights, or torch, which writes the optimizer state."""
     out = tmp_path / "run"
     weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
     killed(features, out)
     before = (out / "state.json").read_bytes()
-    # A run killed just before or after its state is written leaves these files. They are removed here too.
+    # A run that is killed just before or after its state is written leaves a superfluous checkpoint like this
+    # one. It is removed too.
     shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
     limit = 20_000 if kept == "nothing" else weights + 100
     _, errors = output(start(resume(out), partial(full_disk, limit)), code=1)
@@ -164,7 +165,7 @@ def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
 
 @pytest.fixture
 def unfinished(whole, tmp_path):
-    """A copy of the undisturbed run that looks as if it had not been tested yet."""
+    """A copy of the undisturbed run without the result of the final test."""
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     return tmp_path / "run"
@@ -175,7 +176,7 @@ def edit(path, **changes):
 
 
 def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole):
-    # Killed during the test: the metrics have the line of the test and an incomplete line.
+    # The file contains the line of the test, a line of an epoch without a checkpoint, and an incomplete line.
     with (unfinished / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 7, "split": "validation"}\n{"epo')
     (unfinished / "checkpoints" / ".partial").mkdir()
@@ -184,7 +185,7 @@ def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole
 
 
 def die_before_the_first_commit():
-    """Kill this process after the metrics of the first epoch are written, but before its state is."""
+    """Make this process kill itself after it writes the metrics of the first epoch, but before the state."""
 
     def commit(self, state):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -193,7 +194,7 @@ def die_before_the_first_commit():
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_a_kill_before_the_first_state_leaves_no_metrics(features, whole, tmp_path, half):
+def test_a_run_killed_before_its_first_state_starts_again(features, whole, tmp_path, half):
     out = tmp_path / "run"
     output(start(words(features, out), die_before_the_first_commit), code=-signal.SIGKILL)
     metrics = out / "metrics.jsonl"
@@ -236,7 +237,7 @@ def test_a_damaged_checkpoint_is_rejected(capsys, unfinished, name):
 
 @pytest.mark.parametrize("kept", [0, 100, None])
 def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
-    """Without them, the random numbers after resuming would differ, and so would all metrics."""
+    """Without the saved states, the resumed run would use other random numbers and have other metrics."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     if kept is None:
         path.unlink()
@@ -248,7 +249,7 @@ def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
 
 
 def test_random_states_that_accelerate_skips_are_rejected(capsys, unfinished):
-    """If one of them is missing, accelerate sets none and only logs it."""
+    """If one state is missing, accelerate restores none of them and only logs a message."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     states = torch.load(path, weights_only=False)
     del states["numpy_random_seed"]
@@ -257,7 +258,7 @@ def test_random_states_that_accelerate_skips_are_rejected(capsys, unfinished):
     assert "is damaged or belongs to another model: `random_states_0.pkl` cannot be used." in error
 
 
-def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
+def test_a_run_is_written_by_one_process_at_a_time(features, tmp_path, capsys):
     out = tmp_path / "run"
     running = start(words(features, out, "--epochs", "100000"))
     wait_for_epoch(out, 1, running)
@@ -273,7 +274,7 @@ def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
         wait_for_epoch(out, state["epoch"] + 2, running)
     finally:
         running.kill()
-    # The lock ended with its process.
+    # The lock ends with its process, so the run can be resumed.
     epochs = [line["epoch"] for line in lines_of(out)]
     assert epochs == list(range(1, len(epochs) + 1))
     again = start(resume(out))
@@ -286,7 +287,7 @@ def test_a_loss_that_became_nan_ends_the_run_for_good(capsys, features, tmp_path
     huge = ["--loss", "bce", "--learning-rate", "1e30"]
     assert cli.main(words(features, out, *huge)) == 1
     assert "The loss became nan in epoch 1" in capsys.readouterr().err
-    # The message names every way to continue, and each one works.
+    # Resuming fails with a message that suggests `--overwrite`, which works.
     for arguments in (words(features, out), resume(out)):
         assert cli.main(arguments) == 2
         error = capsys.readouterr().err
@@ -325,7 +326,7 @@ def test_paths_are_stored_absolute_and_data_may_move(capsys, features, tmp_path,
     assert "`--data` is given" in rejected(capsys, [*resume(out), "--data", "x"])
 
 
-def test_small_networks_are_trained_by_one_thread_unless_told(features, whole, tmp_path, monkeypatch):
+def test_small_networks_use_one_thread_by_default(features, whole, tmp_path, monkeypatch):
     used = []
 
     def recorded(threads):
@@ -337,12 +338,12 @@ def test_small_networks_are_trained_by_one_thread_unless_told(features, whole, t
         assert cli.main(words(features, tmp_path / "default", "--epochs", "1")) == 0
         assert cli.main(words(features, tmp_path / "two", "--threads", "2")) == 0
     assert used == [1, 2]
-    # Threads change only the speed.
+    # Apart from rounding, the number of threads changes only the speed.
     results = (json.loads((run / "result.json").read_text())["test"] for run in (tmp_path / "two", whole))
     assert next(results) == pytest.approx(next(results), abs=0.02)
 
 
-def test_one_unit_on_every_line(capsys, whole, features, tmp_path):
+def test_every_line_reports_percentages(capsys, whole, features, tmp_path):
     assert cli.main(words(features, tmp_path / "run", "--epochs", "2")) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "top5" in line]
     assert len(lines) == 3
@@ -361,7 +362,7 @@ def test_a_long_run_says_so_at_the_start(capsys, features, tmp_path, monkeypatch
     )
 
 
-def test_the_estimate_changes_no_number(features, tmp_path, monkeypatch):
+def test_the_forecast_does_not_change_the_metrics(features, tmp_path, monkeypatch):
     monkeypatch.setattr(run_of_engine, "forecast", lambda *arguments: None)
     assert cli.main(words(features, tmp_path / "without", "--epochs", "2")) == 0
     monkeypatch.undo()
@@ -370,7 +371,7 @@ def test_the_estimate_changes_no_number(features, tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-def test_an_out_that_cannot_be_written_is_rejected_before_any_work(capsys, features, monkeypatch):
+def test_an_unwritable_output_directory_is_rejected_before_any_work(capsys, features, monkeypatch):
     def work(*arguments):
         raise AssertionError("work was done")
 
@@ -416,7 +417,7 @@ def test_two_processes(features, tmp_path):
     assert {"random_states_0.pkl", "random_states_1.pkl"} <= weights
 
 
-def test_data_order_follows_from_seed_and_epoch():
+def test_data_order_depends_only_on_seed_and_epoch():
     def order(seed, epoch):
         batches = EpochBatches(10, 4, seed, shuffle=True)
         batches.epoch = epoch

@@ -50,12 +50,12 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         *(f"{name}.png" for name in drawn - {"sliding-sigmoid"}),
     }
     for name in drawn - {"sliding-sigmoid"}:
-        # The width of a page at 200 dots per inch, so that text has the same size in all figures. The first
-        # figure of the documentation is narrower, for phones.
+        # Figures are as wide as a page at 200 dots per inch, so that their text has the same size. The first
+        # figure in the documentation is narrower, so that it is readable on phones.
         assert size(Path("pictures", f"{name}.png"))[0] == (920 if name == "projection" else 1400)
     with Image.open("pictures/sliding-sigmoid.gif") as animation:
         assert sum(1 for _ in ImageSequence.Iterator(animation)) >= 8
-        # Frames are drawn over each other, so transparent ones would leave traces.
+        # Frames are drawn on top of each other, so transparent frames would leave traces.
         assert animation.convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
     missing = dict(
         re.findall(r"Not drawn: (\S+)\. .* does not exist\. Create it with `(.*)`\.", captured.out)
@@ -67,7 +67,7 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
     assert missing["cifar100"] == "torchlml sweep cifar100"
 
 
-def test_all_finishes_the_others_before_it_reports_an_error(capsys, tmp_path, monkeypatch):
+def test_all_draws_the_remaining_figures_before_it_reports_an_error(capsys, tmp_path, monkeypatch):
     drawn = []
 
     def draw(settings):
@@ -90,7 +90,7 @@ def test_all_finishes_the_others_before_it_reports_an_error(capsys, tmp_path, mo
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_the_same_figure_is_the_same_file(capsys, tmp_path, kind):
+def test_a_figure_drawn_twice_gives_identical_files(capsys, tmp_path, kind):
     pictures = [tmp_path / name / f"x.{kind}" for name in ("a", "b")]
     for picture in pictures:
         assert cli.main(["figures", "root-finding", "--out", str(picture)]) == 0
@@ -137,8 +137,8 @@ def test_bad_input_is_a_one_line_error(capsys, tmp_path, monkeypatch, words, nee
     ("name", "needle"),
     [
         ("timing", "contains no results of `torchlml bench paper`"),
-        ("benchmarks", "has no times of `torchlml bench layer`"),
-        ("bandwidth", "has no times of a copy from `torchlml bench layer`"),
+        ("benchmarks", "has no times from `torchlml bench layer`"),
+        ("bandwidth", "has no copy times from `torchlml bench layer`"),
         ("alternatives", "contains no results of `torchlml bench alternatives`"),
     ],
 )
@@ -162,7 +162,7 @@ def test_labels_of_lines_do_not_overlap_and_keep_their_order(tmp_path):
     assert found["outside"] == 1
     assert found["b"] - found["a"] == pytest.approx(0.1)
     assert found["a"] - found["c"] == pytest.approx(0.1)
-    assert found["a"] == pytest.approx(0.5, abs=0.01)  # halfway between 1 and 100
+    assert found["a"] == pytest.approx(0.5, abs=0.01)  # halfway between 1 and 100 on a log scale
     assert found["d"] == pytest.approx(math.log10(50) / 2)
 
 

@@ -6,13 +6,13 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import check_file, check_folder, writing
 
 
-def test_a_place_that_can_be_written_stays_as_it_was(tmp_path):
+def test_checking_a_writable_path_creates_nothing(tmp_path):
     check_folder("--out", tmp_path / "a" / "b")
     check_file("--csv", tmp_path / "a" / "b.csv")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_places_that_cannot_be_written(tmp_path):
+def test_unwritable_paths_are_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
         with pytest.raises(BadInput, match=f"`--out` names `{place}`, which cannot be written: not a dir"):

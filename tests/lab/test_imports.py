@@ -1,4 +1,4 @@
-"""The packages of torchlml_lab import each other in one direction, and modules do not form cycles."""
+"""Packages of torchlml_lab import each other in one direction only, and imports form no cycles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# A package may import itself and those on earlier lines.
+# A package may import its own modules and the packages on earlier lines.
 LAYERS = (
     ("cli_errors",),
     ("files",),
@@ -52,7 +52,7 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def imports(root: Path) -> dict[str, set[str]]:
-    """For each module, the modules that it imports. The package itself re-exports a class lazily."""
+    """The imports of each module, except for `torchlml_lab` itself, which re-exports a class lazily."""
     known = modules(root)
     return {
         name: set(imported(path, known)) - {name} for name, path in known.items() if name != "torchlml_lab"

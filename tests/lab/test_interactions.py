@@ -1,4 +1,4 @@
-"""Files of users and their items: supported formats, and one-sentence errors for bad files."""
+"""Files of pairs of users and items: supported formats, and one-sentence errors for bad files."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_missing_files_and_columns_are_named(tmp_path):
         read_interactions(path, "--train", ("user", "user"))
 
 
-def test_aligned_pairs_have_the_numbers_of_the_known_data(tmp_path):
+def test_aligned_pairs_use_the_indices_of_the_known_data(tmp_path):
     (tmp_path / "a.txt").write_text(LINES)
     (tmp_path / "b.txt").write_text("zoe apple\nçelik kiwi mango pear\nann fig\n")
     known = read_interactions(tmp_path / "a.txt", "--train")
@@ -173,7 +173,7 @@ def test_a_million_pairs_take_less_than_five_seconds(tmp_path):
     assert len(have) + have.repeated == 1_000_000
 
 
-@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA is not set")
 def test_gowalla_is_read_completely():
     folder = Path(os.environ["TORCHLML_DATA"]) / "gowalla"
     have = read_interactions(folder / "train.txt.gz", "--train")

@@ -18,7 +18,7 @@ LABELS = 6
 
 
 def batch(dtype: torch.dtype = torch.float64) -> Batch:
-    """Return two configurations and five samples."""
+    """Return a batch of five samples for two configurations."""
     generator = torch.Generator().manual_seed(3)
     x = 2 * torch.randn(2, 5, LABELS, generator=generator, dtype=dtype)
     estimates = torch.randn(2, 5, LABELS, generator=generator, dtype=dtype)
@@ -63,7 +63,7 @@ def count_penalty(p: np.ndarray, k: float) -> float:
 
 
 def expected(name: str, given: Batch, configuration: int) -> float:
-    """Return the loss by loops over samples and labels."""
+    """Compute the loss of a configuration by loops over samples and labels."""
     x, w = given.x[configuration].numpy(), float(given.weight[configuration])
     rows, k = len(x), float(given.k[0])
     p = np.array([[sigmoid(value) for value in row] for row in x])
@@ -88,7 +88,7 @@ SIGMOID = ["bce-all", "an", "an-ls", "wan", "epr", "role", "em", "asl"]
 
 
 @pytest.mark.parametrize("name", SIGMOID)
-def test_the_losses_of_the_papers(name):
+def test_losses_match_their_papers(name):
     given = batch()
     found = METHODS[name].loss(given)
     assert found.tolist() == pytest.approx([expected(name, given, c) for c in range(2)], rel=1e-12)
@@ -96,7 +96,7 @@ def test_the_losses_of_the_papers(name):
 
 @pytest.mark.parametrize("name", SIGMOID)
 def test_gradients(name):
-    """Gradients match finite differences of the loops. In ROLE, each side treats the other as a constant."""
+    """Gradients match finite differences. In ROLE, classifier and estimates treat each other as constants."""
     given = batch()
     assert given.estimates is not None
     leaf = given.x.clone().requires_grad_()
@@ -108,7 +108,7 @@ def test_gradients(name):
             x = given.x.clone()
             x[place] += sign * step
             value = expected(name, given._replace(x=x), place[0])
-            if name == "role":  # remove the term in which the classifier is the teacher
+            if name == "role":  # remove the term in which p is a constant target
                 p, q = x[place[0]].sigmoid(), given.estimates[place[0]].sigmoid()
                 value -= 0.5 * float((-p * q.log() - (1 - p) * (1 - q).log()).mean())
             values.append(value)
@@ -116,7 +116,7 @@ def test_gradients(name):
 
 
 def test_values_by_hand():
-    """One sample, four labels with p = 1/2, the first observed: log 2 for each term."""
+    """One sample has four labels with p = 1/2, so each term is log 2. The first label is observed."""
     given = Batch(
         torch.zeros(1, 1, 4, dtype=torch.float64),
         torch.tensor([0]),
@@ -144,7 +144,7 @@ def test_values_by_hand():
         assert float(METHODS[name].loss(given)) == pytest.approx(value, rel=1e-12), name
 
 
-def test_the_losses_of_the_library_follow_their_k():
+def test_the_lml_loss_uses_the_k_of_each_sample():
     given = batch()._replace(k=torch.tensor([0.7, 1.4, 2.0, 2.6, 3.5], dtype=torch.float64))
     found = METHODS["lml"].loss(given)
     for c in range(2):
@@ -190,7 +190,7 @@ def test_neighbors_differ_in_one_value():
 
 
 def test_the_estimates_of_role_follow_adam_on_the_whole_table():
-    """A sample outside of the batch keeps moving, as in a dense parameter of `torch.optim.Adam`."""
+    """Estimates of samples outside the batch keep moving, like a dense parameter of `torch.optim.Adam`."""
     generator = torch.Generator().manual_seed(0)
     rates, observed = torch.tensor([1e-3, 2e-2]), torch.randint(6, (40,), generator=generator)
     estimates = methods.Estimates(observed, 6, rates, 0)
@@ -252,7 +252,8 @@ def test_recall_brier_and_f1():
 def test_the_calibration_error_by_hand():
     p = torch.tensor([[0.01, 0.02, 0.5, 0.52, 1.0]])
     labels = torch.tensor([[False, True, False, True, True]])
-    # Bins of 1/15: {0.01, 0.02} sums to 0.03 with one label, {0.5, 0.52} to 1.02 with one; {1.0} is exact.
+    # The bins are 1/15 wide. {0.01, 0.02} sums to 0.03 with one label, {0.5, 0.52} sums to 1.02 with one
+    # label, and {1.0} is exact.
     assert measures.calibration_error(p, labels) == pytest.approx((0.97 + 0.02 + 0.0) / 5, rel=1e-5)
 
 
@@ -273,7 +274,7 @@ def test_the_best_threshold_does_not_separate_equal_probabilities():
     p = torch.tensor([[0.9, 0.6, 0.6, 0.1]])
     labels = torch.tensor([[True, True, False, False]])
     threshold = measures.best_threshold(p, labels)
-    assert 0.1 < threshold < 0.6  # F1 4/5; above 0.6 it is 2/3
+    assert 0.1 < threshold < 0.6  # here F1 is 4/5, and above 0.6 it is 2/3
 
 
 # ------------------------------------------------------------------------------------ data
@@ -309,7 +310,7 @@ def test_the_split_of_a_seed(official):
     assert torch.equal(one.test_x, other.test_x) == official
 
 
-def test_the_observed_label_is_uniform_among_the_labels():
+def test_the_observed_label_is_drawn_uniformly():
     labels = torch.tensor([[True, False, True, True]]).repeat(4000, 1)
     source = data.Dataset("yeast", torch.randn(4000, 2), labels, torch.arange(4000) < 3999)
     counts = data.split_of(source, 0).observed.bincount(minlength=4)
@@ -324,7 +325,7 @@ def test_a_published_draw_is_used():
     assert torch.equal(split.observed, split.labels.int().argmax(-1))
 
 
-def test_the_labeled_part_learns_from_validation_samples_only():
+def test_the_labeled_part_contains_validation_samples_only():
     split = data.split_of(dataset(), 0)
     part = data.labeled_part(split)
     assert torch.equal(torch.cat([part.x, part.validation_x]), split.validation_x)

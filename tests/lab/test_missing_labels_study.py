@@ -23,7 +23,7 @@ from torchlml_lab.studies.settings import MissingLabelsSettings
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Small data with a linear rule: `yeast` without an official split, `voc2012` with a published draw."""
+    """Small data sets with linear labels: `yeast` has no official split, `voc2012` has a published draw."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(160, 5)).astype(np.float32)
     y = x @ generator.normal(size=(5, 6)) > 0.7
@@ -104,7 +104,7 @@ def test_the_figure_and_its_tables(folder, tmp_path, capsys, monkeypatch):
         ]
 
     one, other = values("lml", "brier"), values("wan", "brier")
-    # WAN comes first. With a large weight, it equals AN.
+    # WAN equals AN if its weight is large. In case of a tie, the page names WAN.
     rival = other if np.mean(other) <= np.mean(values("an", "brier")) else values("an", "brier")
     paired = [a - b for a, b in zip(one, rival, strict=True)]
     title = "WAN" if rival is other else "AN"
@@ -121,7 +121,7 @@ def test_the_figure_and_its_tables(folder, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns_a_linear_rule(folder, name):
-    """Every method ranks test samples better than chance, and its probabilities beat a constant."""
+    """Every method ranks labels better than chance, and its recalibrated probabilities beat a constant."""
     method, split = METHODS[name], data.split_of(data.read_dataset("yeast", folder), 0)
     split = data.labeled_part(split) if method.labels == "validation" else split
     counts = study.expected_counts(method, split)
@@ -130,10 +130,10 @@ def test_every_method_learns_a_linear_rule(folder, name):
     values = study.evaluate(method, split, counts, model, 2)
     share = split.test_labels.float().mean().item()
     assert values["map"] > share + 0.2
-    assert values["fitted_brier"] < share * (1 - share)  # the recalibrated Brier score of a constant
+    assert values["fitted_brier"] < share * (1 - share)  # the Brier score of the best constant
 
 
-def test_configurations_trained_together_are_those_trained_alone(folder, monkeypatch):
+def test_configurations_trained_together_equal_those_trained_alone(folder, monkeypatch):
     split = data.split_of(data.read_dataset("yeast", folder), 0)
     for name, head in (("an", "linear"), ("role", "hidden"), ("lml-predicted", "hidden")):
         method = METHODS[name]
@@ -149,7 +149,7 @@ def test_configurations_trained_together_are_those_trained_alone(folder, monkeyp
                     torch.testing.assert_close(part, same, rtol=1e-3, atol=1e-4)
 
 
-def test_adam_is_that_of_torch():
+def test_adam_matches_torch():
     value, rates = torch.randn(2, 3, 4), torch.tensor([0.1, 0.01])
     leaves = [part.clone().requires_grad_() for part in value]
     optimizers = [torch.optim.Adam([leaf], float(rate)) for leaf, rate in zip(leaves, rates, strict=True)]
@@ -222,7 +222,7 @@ def test_a_killed_study_continues_with_the_same_numbers(folder, tmp_path, capsys
 
 
 def test_a_better_configuration_replaces_the_result(folder, tmp_path, capsys, monkeypatch):
-    """A result is repeated if its configuration is no longer the best one."""
+    """A result is computed again if its configuration is no longer the best one."""
     monkeypatch.setattr(study, "METHODS", {"an": METHODS["an"]})
     words = command(folder, tmp_path, "--heads", "linear")
     assert cli.main(words) == 0
@@ -243,7 +243,7 @@ def test_a_better_configuration_replaces_the_result(folder, tmp_path, capsys, mo
     capsys.readouterr()
 
 
-def test_a_time_limit_stops_after_a_cell(folder, tmp_path, capsys, monkeypatch):
+def test_a_time_limit_stops_after_one_part(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(study, "METHODS", {"an": METHODS["an"]})
     words = command(folder, tmp_path / "out", "--heads", "linear", "--minutes", "1e-9")
     for left in (2, 1):
@@ -253,7 +253,7 @@ def test_a_time_limit_stops_after_a_cell(folder, tmp_path, capsys, monkeypatch):
     assert "complete" in capsys.readouterr().out
 
 
-def test_other_steps_do_not_mix(folder, tmp_path, capsys, monkeypatch):
+def test_results_of_other_settings_are_rejected(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(study, "METHODS", {"an": METHODS["an"]})
     assert cli.main(command(folder, tmp_path, "--heads", "linear")) == 0
     assert cli.main([*command(folder, tmp_path, "--heads", "linear"), "--steps", "10"]) == 2
@@ -284,13 +284,13 @@ def test_bad_options(folder, tmp_path, capsys, monkeypatch, words, needle):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_data_directory_is_needed(tmp_path, capsys, monkeypatch):
+def test_the_data_directory_is_required(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("TORCHLML_DATA", raising=False)
     assert cli.main(["missing-labels", "--out", str(tmp_path / "out")]) == 2
     assert "`--data` is missing" in capsys.readouterr().err
 
 
-@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA is not set")
 def test_real_data():
     found = {}
     for name in data.FOLDERS:
@@ -304,6 +304,6 @@ def test_real_data():
     assert [found[name][1] for name in ("bibtex", "corel5k", "delicious")] == [159, 371, 983]
 
 
-def test_tables_have_one_order():
+def test_all_data_sets_are_used_by_default():
     assert isinstance(study.RESULTS, StudyTable)
     assert set(MissingLabelsSettings().datasets) == set(data.FOLDERS)

@@ -24,13 +24,11 @@ from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import NOTHING, WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data import several_files
-from torchlml_lab.data.labeled_files import read_labeled
-from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data.labeled_rows import Columns, LabeledRows, label_matrix
 from torchlml_lab.engine.run_directory import BestEpoch
 from torchlml_lab.multilabel import preparation, report, samples, training
 from torchlml_lab.multilabel.report import best_temperature
+from torchlml_lab.multilabel.samples import read_labeled
 from torchlml_lab.multilabel.settings import MultilabelSettings
 
 
@@ -54,15 +52,15 @@ def test_the_report_of_training_reads_no_file_again(texts, tmp_path, capsys, mon
         read.append(path)
         return read_labeled(path, *others, **more)
 
-    monkeypatch.setattr(several_files, "read_labeled", counted)
+    monkeypatch.setattr(samples, "read_labeled", counted)
     monkeypatch.setattr(BestEpoch, "load", lambda self, model: loaded.append(self.weights))
     out = tmp_path / "run"
     assert cli.main(["train", "multilabel", "--train", str(texts), "--out", str(out), "--epochs", "3"]) == 0
     assert (read, loaded) == ([texts], [])
 
 
-def test_the_report_of_training_is_that_of_evaluate(texts, tmp_path, capsys):
-    # In bfloat16 accelerate wraps the network, and the report must use the unwrapped one.
+def test_the_report_of_training_equals_that_of_evaluate(texts, tmp_path, capsys):
+    # In bfloat16, accelerate wraps the network, and the report must use the unwrapped network.
     out = tmp_path / "run"
     words = ["train", "multilabel", "--train", str(texts), "--out", str(out), "--epochs", "3"]
     printed = output(start([*words, "--mixed-precision", "bf16", "--cpu"]))[0]
@@ -103,7 +101,7 @@ def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
         assert sorted(row["labels"]) == sorted(WORDS)
         assert row["probabilities"] == sorted(row["probabilities"], reverse=True)
         assert sum(row["probabilities"]) == pytest.approx(2, abs=1e-4)  # P(label in top 2)
-    # The same as CSV, for rows without tags.
+    # The output may also be a CSV file, and new samples need no tags.
     data.write_text("text\n" + "\n".join(text for text, _ in new) + "\n")
     assert (
         cli.main(["predict", str(out), "--data", str(data), "--top", "2", "--out", str(tmp_path / "o.csv")])
@@ -129,7 +127,7 @@ def test_a_run_has_a_report_and_ends_early(run):
     assert printed.count("epoch ") >= epochs
 
 
-def test_evaluate_other_rows(run, tmp_path, capsys):
+def test_evaluate_other_samples(run, tmp_path, capsys):
     new = [*tagged_texts(50, seed=2), ("a pip of a new kind", ["python", "fruit"]), ("no tags", [])]
     data = write_texts(tmp_path / "new.csv", new)
     assert cli.main(["evaluate", str(run[0]), "--data", str(data), "--out", str(tmp_path / "report")]) == 0
@@ -137,7 +135,7 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     assert "1 samples have no labels and were skipped" in said
     assert "1 label does not occur in the training data (`fruit`) and cannot be predicted" in said
     page = (tmp_path / "report" / "report.md").read_text()
-    # Compute the measures by hand from the output of `predict`: fruit is unknown but counts in the recall.
+    # Compute the metrics from the output of `predict`. The unknown label `fruit` counts in the recall.
     found = predict(run[0], data, tmp_path / "out.jsonl", "--top", "3")[:-1]
     hits = [[label in tags for label in row["labels"]] for row, (_, tags) in zip(found, new, strict=False)]
     precision = 100 * np.mean(hits)
@@ -184,7 +182,7 @@ def test_samples_without_labels_are_examples_of_no_label(flags, tmp_path, capsys
     right = [set(row["labels"]) == set(tags) for row, (_, tags) in zip(found, new, strict=True)]
     assert np.mean(right[:60]) > 0.7
     assert np.mean(right[60:]) > 0.9
-    # The metrics of sets count these samples.
+    # The metrics of sets count samples without labels.
     capsys.readouterr()
     assert (
         cli.main(["evaluate", str(out), "--data", str(tmp_path / "new.csv"), "--out", str(tmp_path / "r")])
@@ -193,12 +191,12 @@ def test_samples_without_labels_are_examples_of_no_label(flags, tmp_path, capsys
     assert "skipped" not in capsys.readouterr().out
     page = (tmp_path / "r" / "report.md").read_text()
     assert f"{100 * np.mean(right):.1f}% of the sets are exactly right" in page
-    # The run can be evaluated again, and resumed after its end.
+    # The finished run can be evaluated again, and `--resume` accepts it.
     assert cli.main(["evaluate", str(out)]) == 0
     assert cli.main(["train", "multilabel", "--resume", str(out)]) == 0
 
 
-def test_samples_without_labels_are_skipped_if_asked_or_unclear(flags, tmp_path, capsys):
+def test_samples_without_labels_are_skipped_on_request_or_if_ambiguous(flags, tmp_path, capsys):
     words = ["train", "multilabel", "--out", str(tmp_path / "run"), "--epochs", "1", "--train"]
     assert cli.main([*words, str(flags), "--unlabeled", "skip"]) == 0
     said = capsys.readouterr().out
@@ -292,7 +290,7 @@ def steady(texts: Path, out: Path) -> list[str]:
     ]
 
 
-def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_undisturbed_run(texts, undisturbed, tmp_path):
     out = tmp_path / "run"
     running = start(steady(texts, out))
     state = out / "state.json"
@@ -310,11 +308,11 @@ def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
     assert (out / "report.md").exists()
 
 
-def test_few_labels_are_trained_by_one_thread_unless_told(texts):
+def test_few_labels_use_one_thread_by_default(texts):
     settings = MultilabelSettings(train=texts)
     data = samples.read(settings)
     assert training.task(settings, data).threads == 1
-    # The same six labels, in batches as large as those used with many labels.
+    # With the same six labels, very large batches use all threads.
     assert training.task(dataclasses.replace(settings, batch_size=2**18), data).threads is None
 
 
@@ -324,7 +322,7 @@ def test_two_processes(texts, tmp_path, capsys):
     assert printed.count("held out for validation") == 1
     assert printed.count("The report is") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
-    # Every row was counted once: one process with the same weights gets the same result.
+    # Every sample was counted once: one process with the same weights gets the same result.
     before = json.loads((out / "result.json").read_text())["validation"]
     assert cli.main(["evaluate", str(out)]) == 0
     line = next(line for line in (out / "report.md").read_text().splitlines() if line.startswith("| 3 |"))
@@ -332,7 +330,7 @@ def test_two_processes(texts, tmp_path, capsys):
         assert f"{100 * before[name]:.2f} (" in line
 
 
-def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
+def test_the_preparation_matches_scikit_learn_and_survives_json(tmp_path):
     texts = ["A cat sat", "a cat ran !", "no cat at all", "dogs ran"]
     numbers = np.array([[1.0, 5], [2, 5], [np.nan, 5], [6, 5]], dtype=np.float32)
     labels, names = label_matrix([["x"], ["y"], ["x", "y"], ["z"]])
@@ -364,7 +362,7 @@ def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
         preparation.stored(tmp_path)
 
 
-def test_features_of_large_numbers_take_no_memory():
+def test_large_feature_indices_take_no_memory():
     """Hashed features have indices up to 2^31, but only indices that occur are stored."""
     labels, names = label_matrix([["x"], ["y"], ["x", "y"]])
     data, starts = np.array([3, 4, 2, 6], np.float32), [0, 2, 3, 4]
@@ -390,12 +388,12 @@ def test_features_of_large_numbers_take_no_memory():
 
 
 def test_temperature_calibrates_probabilities():
-    """Labels are drawn from the projection of logits, which a network then scales up or down."""
+    """Labels are drawn from the projection of logits. The temperature must undo a scaling of these logits."""
     logits = torch.randn(3000, 12) * 1.5
     observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
     for factor in (4.0, 0.5):
         found = best_temperature(factor * logits, observed, "lml", 3)
-        assert found == pytest.approx(factor, rel=0.13)  # one step of the grid
+        assert found == pytest.approx(factor, rel=0.13)  # within one step of the grid
 
 
 ROWS = "text,tags\n" + "".join(f"word{i % 5} word,{'x' if i % 2 else 'y'};z\n" for i in range(20))

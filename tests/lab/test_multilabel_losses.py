@@ -1,4 +1,4 @@
-"""The losses of label lists compared with their definitions in float64, with padding and a linear layer."""
+"""The losses of label lists match their definitions in float64, also with padding and a linear layer."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def by_definition(name: str, x: list[float], row: list[int]) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loss_is_its_definition_over_the_rows_that_have_labels(name: str) -> None:
+def test_a_loss_is_the_mean_of_its_definition_over_rows_with_labels(name: str) -> None:
     expected = [by_definition(name, x, row) for x, row in zip(LOGITS.tolist(), LISTS, strict=True) if row]
     found = named(name)(LOGITS, LABELS)
     assert found.item() == pytest.approx(sum(expected) / 3, rel=1e-5)
-    # Neither more padding nor a list as wide as the logits changes the loss.
+    # More padding, up to the width of the logits, does not change the loss.
     wide = nn.functional.pad(LABELS, (0, 3), value=PADDING)
     assert torch.equal(named(name)(LOGITS, wide), found)
     assert str(named(name)) == name
 
 
-def test_bce_counts_rows_without_labels_if_asked() -> None:
+def test_bce_counts_rows_without_labels_on_request() -> None:
     expected = [by_definition("bce", x, row) for x, row in zip(LOGITS.tolist(), LISTS, strict=True)]
     found = LabelLoss("bce", empty=True)(LOGITS, LABELS)
     assert found.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_through_a_linear_layer(name: str) -> None:
+def test_a_loss_through_a_linear_layer(name: str) -> None:
     layer, hidden = nn.Linear(5, 6), torch.randn(4, 5, requires_grad=True)
     whole = named(name)(layer(hidden), LABELS)
     joined = named(name).of_linear(hidden, layer, LABELS)

@@ -1,4 +1,4 @@
-"""The study of kept labels: sampling, the sweep, its figure and tables, and the one-vs-rest baseline."""
+"""The study of partial labels: sampling, the sweep, its figure and tables, and the one-vs-rest baseline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_part_of_the_labels_is_kept():
     assert (np.diff(kept_labels(labels, "one", seed=0).indptr) == 1).all()
     assert kept_labels(labels, 1.0, seed=0) is labels
     assert (kept_labels(labels, 0.3, seed=1) != thinner).nnz
-    # Rows without labels, including the last one, do not affect the others.
+    # Rows without labels, even at the end, do not affect other rows.
     lists = [[str(j) for j in row.indices] for row in labels]
     holes, _ = label_matrix([*lists[:2], [], *lists[2:], []])
     for keep in (0.3, "one"):
@@ -41,7 +41,7 @@ def test_a_part_of_the_labels_is_kept():
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Sparse rows in svmlight format whose labels are their features."""
+    """A file in svmlight format in which the labels of each sample equal its features."""
     path = tmp_path_factory.mktemp("lines") / "tiny.train.txt"
     path.write_text("".join(f"{i % 7},{7 + i % 3} {i % 7}:1 {7 + i % 3}:1\n" for i in range(120)))
     return path
@@ -62,14 +62,15 @@ def test_sweep(lines, tmp_path, monkeypatch):
     records = []
     for one in runs[:4]:
         result = sweep._run_one(one)
-        assert sweep._run_one(one) == result  # a finished run is not continued
+        assert sweep._run_one(one) == result  # a finished run is not trained again
         records.append(sweep.record(one, result))
     assert {(row.data, row.loss, row.keep) for row in records} == {
         ("tiny", "bce", "1.0"),
         ("tiny", "lml-2", "1.0"),
     }
     sweep.TABLE.write(tmp_path / "rows.csv", records)
-    assert sweep.TABLE.read(tmp_path / "rows.csv", "--tuned")[0].r5 == records[1].r5  # the smaller rate first
+    # Rows are sorted by learning rate.
+    assert sweep.TABLE.read(tmp_path / "rows.csv", "--tuned")[0].r5 == records[1].r5
     tuned = sweep.grid(dataclasses.replace(settings, learning_rates=(), tuned=tmp_path / "rows.csv"))
     assert {(one.loss, one.k, one.learning_rate) for one in tuned} == {("bce", None, 0.01), ("lml", 2, 0.01)}
     assert sweep._table(records).row_count == 4
@@ -111,7 +112,7 @@ def test_one_vs_rest(lines, tmp_path):
         "100",
     ]
     one_vs_rest.main([*options, "--keeps", "1.0"])
-    one_vs_rest.main([*options, "--keeps", "1.0"])  # the result already exists
+    one_vs_rest.main([*options, "--keeps", "1.0"])  # skips the existing result
     (row,) = sweep.TABLE.read(tmp_path / "o.csv", "--csv")
     assert row.p1 == 1
     assert row.r5 == 1

@@ -33,7 +33,7 @@ def test_every_router_gives_two_experts_and_weights_that_sum_to_one(name):
     assert (float(loss) > 0) == ("auxiliary" in name)
 
 
-def test_the_loss_of_switch_is_smallest_for_equal_loads():
+def test_the_switch_loss_is_smallest_for_equal_loads():
     router = routing.TopK(4, 1, 0.5)
     equal = 20 * torch.eye(4).repeat(8, 1)
     assert float(router(equal)[2]) == pytest.approx(0.5)
@@ -41,7 +41,7 @@ def test_the_loss_of_switch_is_smallest_for_equal_loads():
 
 
 def test_balance():
-    """Sinkhorn and the two-sided projection balance a batch, the bias needs many steps, and top-k fails."""
+    """Sinkhorn and balanced LML balance a batch, a bias needs many steps, and top-k stays unbalanced."""
     bias = routing.LossFree(16, 2, 0.01)
     loads = [load(bias(logits(seed))[1]) for seed in range(300)]
     assert loads[0] > 5
@@ -65,7 +65,7 @@ def test_the_experts_are_applied_to_their_tokens():
         torch.testing.assert_close(found[t], parts[0] + parts[1], rtol=1e-4, atol=1e-5)
 
 
-def test_the_study_resumes_and_draws(tmp_path, capsys, monkeypatch):
+def test_the_study_resumes_and_draws_its_figure(tmp_path, capsys, monkeypatch):
     few = {name: ROUTERS[name] for name in ("no balancing", "TopKRouter, T = 1")}
     monkeypatch.setattr(routing, "ROUTERS", few)
     batch = routing.batch
@@ -93,7 +93,7 @@ def test_the_study_resumes_and_draws(tmp_path, capsys, monkeypatch):
     assert "| TopKRouter, T = 1 | 2 |" in page
     assert "±" in capsys.readouterr().out
     assert cli.main([*words[:1], "--steps", "40", *words[3:]]) == 2
-    assert "other settings" in capsys.readouterr().err
+    assert "different settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def images_of(batch, scores):
         )
 
 
-def test_recall_is_that_of_the_metric(training):
+def test_recall_matches_the_metric(training):
     data = GraphBatches(training)
     batches = [data.__getitems__(range(i, min(i + 7, len(data)))) for i in range(0, len(data), 7)]
     scores = {batch.images[0].item(): torch.randn(len(batch.edges), 4) for batch in batches}
@@ -74,20 +74,22 @@ def test_recall_is_that_of_the_metric(training):
 
 
 def test_recall_by_hand(tmp_path):
-    # 5 boxes far apart, so 20 pairs and 80 triples: all of them are among the first 100, but not among 20.
+    # 5 boxes far apart have 20 pairs and 80 triples, so the first 100 contain all triples, but the first 20
+    # do not.
     boxes = [(90 * i, 0, 90 * i + 40, 40) for i in range(5)]
     relations = [(0, 1, 0), (0, 1, 1), (2, 3, 2)]
     image = Drawn("1", boxes, [0, 1, 2, 3, 4], relations)
     batch = GraphBatches(datasets.read_visual_genome(write_vg(tmp_path, [image]))[0])[0]
     scores = torch.zeros(20, 4)
-    scores[:, 3] = torch.arange(20) + 10.0  # An unobserved predicate is first on every edge,
-    scores[0, 0] = 100  # except on 0-1, where an observed one is first.
-    scores[0, 1] = 50  # The second observed one is second overall.
-    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # The last one comes after the 20 unobserved ones.
+    scores[:, 3] = torch.arange(20) + 10.0  # An unobserved predicate ranks first on every edge,
+    scores[0, 0] = 100  # except on 0-1, where an observed predicate ranks first.
+    scores[0, 1] = 50  # The second observed predicate ranks second overall.
+    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # The last one ranks below the unobserved ones.
     scored = list(score(lambda batch: scores, [batch], Accelerator(cpu=True)))
     found = measure(scored)
     per_predicate, images = measure_predicates(scored, 4)
-    # Constrained: 0-1 keeps only predicate 0, and 2-3 keeps predicate 3. Unconstrained: ranks 0, 1 and 21.
+    # With the constraint, 0-1 keeps only predicate 0, and 2-3 keeps predicate 3. Without it, the observed
+    # relations have ranks 0, 1 and 21.
     assert [found[name] for name in RECALLS] == pytest.approx([1 / 3] * 3 + [2 / 3, 1, 1])
     assert per_predicate[:, :3].tolist() == [[1, 0, 0]] * 3 + [[1, 1, 0]] + [[1, 1, 1]] * 2
     assert per_predicate[:, 3].isnan().all()
@@ -111,7 +113,7 @@ def test_an_image_alone_equals_the_image_in_a_batch(training):
     for i in range(12):
         alone = model(double(data.__getitems__([i])))
         torch.testing.assert_close(together[batch.edge_offsets[i] : batch.edge_offsets[i + 1]], alone)
-    # An object's context affects the edges of the others.
+    # Through the context, an object affects all edges of its image, but not those of other images.
     labels = batch.labels.clone()
     labels[0] = (labels[0] + 1) % 5
     moved = (model(batch._replace(labels=labels)) != together).any(1)
@@ -159,7 +161,7 @@ def test_the_masks_are_convolved(training):
         torch.testing.assert_close(model.masks(drawn.flatten(1))[edge], last(x))
 
 
-def test_contexts_are_those_of_a_bidirectional_lstm(training):
+def test_contexts_match_a_bidirectional_lstm(training):
     batch = double(GraphBatches(training).__getitems__(range(6)))
     model = network(training).eval()
     inputs = torch.randn(len(batch.labels), 328, dtype=torch.float64)
@@ -198,7 +200,7 @@ def loop_loss(objective, scores, batch, k):
 
 @pytest.mark.parametrize("objective", ["lml", "truncated-entropy", "bce"])
 @pytest.mark.parametrize("k", [3, 20])
-def test_an_objective_is_a_loop_over_images(training, objective, k):
+def test_an_objective_equals_a_loop_over_images(training, objective, k):
     """Values and the gradients of all weights agree. Some images have fewer than 20 candidates."""
     batch = double(GraphBatches(training).__getitems__(range(9)))
     assert (batch.edge_offsets.diff() * 4 < 20).any()
@@ -213,7 +215,7 @@ def test_an_objective_is_a_loop_over_images(training, objective, k):
         torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-11)
 
 
-def test_softmax_is_motifs(training, monkeypatch):
+def test_softmax_follows_motifs(training, monkeypatch):
     batch = GraphBatches(training).__getitems__(range(9))
     scores = torch.randn(len(batch.edges), 5, dtype=torch.float64)
     several = (batch.relation_edges[1:] == batch.relation_edges[:-1]).nonzero().squeeze(1)
@@ -253,7 +255,7 @@ def test_softmax_is_motifs(training, monkeypatch):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_probabilities_order_as_the_ranking(objective):
+def test_probabilities_have_the_order_of_the_ranking(objective):
     scores = torch.randn(12, 5 if objectives.has_background(objective) else 4, dtype=torch.float64)
     p = objectives.probabilities(objective, scores, 7)
     assert p.shape == (12, 4)
@@ -270,7 +272,7 @@ def words(vg, out, *more):
 
 def test_lml_memorizes_ten_images(tmp_path):
     images = [image for image in draw(16, seed=3) if image.split == 0][:10]
-    for image in images:  # identified by the leftmost box
+    for image in images:  # the leftmost box in every image
         image.boxes[0] = (0, 0, 20, 20)
     training, _ = datasets.read_visual_genome(write_vg(tmp_path, images))
     batch = GraphBatches(training).__getitems__(range(10))
@@ -298,7 +300,7 @@ def whole(vg, tmp_path_factory):
     return made(words(vg, tmp_path_factory.mktemp("whole") / "run"))
 
 
-def test_a_run_follows_train_and_validation(whole):
+def test_a_run_records_training_and_validation_metrics(whole):
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     expected = [(epoch, part) for epoch in (1, 2, 3, 4) for part in ("train", "validation")]
     assert [(line["epoch"], line["split"]) for line in lines[:-1]] == expected
@@ -327,7 +329,7 @@ def test_gradients_are_clipped(vg, tmp_path, monkeypatch):
     assert limits == [0.01] * 3  # 35 images in batches of 16
 
 
-def test_one_thread_trains_unless_told(vg, tmp_path, monkeypatch):
+def test_training_uses_one_thread_by_default(vg, tmp_path, monkeypatch):
     used, plain = set(), objectives.loss
 
     def recorded(*arguments):
@@ -340,12 +342,12 @@ def test_one_thread_trains_unless_told(vg, tmp_path, monkeypatch):
     assert used == {1}
 
 
-def test_stopped_and_resumed_equals_undisturbed(capsys, vg, whole, tmp_path, monkeypatch):
+def test_a_stopped_and_resumed_run_equals_an_undisturbed_run(capsys, vg, whole, tmp_path, monkeypatch):
     out, steps, plain = tmp_path / "run", [], objectives.loss
 
     def stop(*arguments):
         steps.append(1)
-        if len(steps) == 4 + 8:  # after the forecast, in the middle of the third epoch of three steps each
+        if len(steps) == 6 + 8:  # after the forecast, in the middle of the third epoch of three steps each
             raise RuntimeError("The power is gone.")
         return plain(*arguments)
 
@@ -381,7 +383,7 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
 
 @each_rejection(
     rejections("`{}` must be at least 1, but it is {}", "--k 0"),
-    rejections("`{}` must be an even number of at least 2, but it is {}", "--hidden 7"),
+    rejections("`{}` must be even and at least 2, but it is {}", "--hidden 7"),
     rejections("`{}` must be positive, but it is {}", "--clip nan", "--clip 0"),
     rejections("`{}` must be from 1 to ", "--validation 45"),
     rejections("`{}` must be at least 0 and less than 1, but it is {}.0", "--dropout 1"),

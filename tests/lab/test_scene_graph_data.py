@@ -1,4 +1,4 @@
-"""Scene graphs from files: Visual Genome (Xu et al.) and official VRD, intact and damaged, and batches."""
+"""Scene graphs: intact and damaged files of Visual Genome (Xu et al.) and VRD, batches and frequencies."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_visual_genome(tmp_path, images):
     assert training.sizes[0].tolist() == [512, 256]
 
 
-def test_visual_genome_knows_the_four_broken_images(tmp_path):
+def test_broken_images_of_visual_genome_are_skipped(tmp_path):
     write_vg(tmp_path, SMALL)
     data = json.loads((tmp_path / "image_data.json").read_text())
     data[1:1] = [{"image_id": 1592, "width": 1, "height": 1}]
@@ -69,7 +69,7 @@ def test_visual_genome_knows_the_four_broken_images(tmp_path):
     assert datasets.read_visual_genome(tmp_path)[0].names == ("7", "8")
 
 
-@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA is not set")
 def test_real_files():
     folder = Path(os.environ["TORCHLML_DATA"])
     training, test = datasets.read_visual_genome(folder / "vg")
@@ -98,7 +98,7 @@ def test_vrd(tmp_path, sizes):
     assert (training.sizes == torch.tensor([512.0, 256.0])).all() == sizes
 
 
-def test_a_box_related_to_itself_gets_a_copy(tmp_path):
+def test_a_box_related_to_itself_is_duplicated(tmp_path):
     image = Drawn("1", [(50, 0, 60, 10), (0, 0, 10, 10)], [0, 1], [(1, 1, 2), (1, 1, 3), (0, 1, 0)])
     training, _ = datasets.read_vrd(write_vrd(tmp_path, [image]))
     assert training.labels.tolist() == [1, 1, 0]
@@ -196,7 +196,7 @@ def test_damaged_vrd_names_file_and_image(tmp_path, damage, needle):
     assert needle in str(error.value)
 
 
-def test_validation_is_carved_by_seed(tmp_path):
+def test_the_validation_split_depends_on_the_seed(tmp_path):
     training, test = datasets.read_visual_genome(write_vg(tmp_path, draw(40)))
     one, other = split(training, test, 5, 0), split(training, test, 5, 1)
     assert [len(part) for part in one] == [25, 5, 10]
@@ -274,15 +274,17 @@ def test_counts_of_a_file_replace_the_relations(tmp_path):
         if one.split == 0
         for s, o in permutations(range(len(one.labels)), 2)
     )
-    # Now all relations of the training images are between these classes, three quarters of them of one kind.
+    # According to the file, all relations are between these two classes, and three quarters of them have the
+    # same predicate.
     relations = len(training.relations)
     expected = torch.tensor([pairs + 1, 0, 0, 0.75 * relations, 0.25 * relations]) / (pairs + 1 + relations)
     given = log_frequencies(training, path).exp() - 1e-3
     torch.testing.assert_close(given[0, 1], expected)
     torch.testing.assert_close(given[1], torch.eye(5)[0].expand(5, 5))  # other classes have no relations
+    said = {"predicate": "`predicate` that is", "subject": "`subject` that is", "count": "negative `count`"}
     for name, value in (("predicate", 5), ("subject", 0), ("count", -1)):
         np.savez(path, **{key: np.array([value] if key == name else [1]) for key in columns})
-        with pytest.raises(BadInput, match=f"`{name}` that is"):
+        with pytest.raises(BadInput, match=said[name]):
             log_frequencies(training, path)
 
 
@@ -290,7 +292,7 @@ def test_leave_one_out_is_the_bias_of_the_other_images(tmp_path):
     training, _ = datasets.read_visual_genome(write_vg(tmp_path, draw(24)))
     batch = GraphBatches(training, shift=LeaveOneOut(training)).__getitems__([5, 0, 11, 3])
     twice = (batch.labels[batch.edges[1:]] == batch.labels[batch.edges[:-1]]).all(1)
-    assert twice.any()  # a pair occurs twice
+    assert twice.any()  # a pair of classes occurs twice
     assert batch.bias_shift is not None
     subject, object_ = batch.labels[batch.edges].unbind(1)
     shifted = log_frequencies(training)[subject, object_] + batch.bias_shift

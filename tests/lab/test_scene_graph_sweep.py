@@ -45,7 +45,7 @@ def run(swept):
     return swept / "lml-3_lr0.001_seed1"
 
 
-def test_a_sweep_is_one_table(swept):
+def test_a_sweep_gives_one_table(swept):
     with (swept / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     tested = [(row["method"], row["seed"]) for row in rows if row["split"] == "test"]
@@ -111,7 +111,7 @@ def test_tuning_uses_the_best_epoch_on_validation(tmp_path):
         sweep.best_rates([*found, record(learning_rate=3e-3, seed=5)], [("lml-20", "")], path)
 
 
-def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tmp_path):
+def test_an_untuned_k_uses_the_learning_rate_of_the_nearest_tuned_k(tmp_path):
     found = [
         record(method="lml-20", learning_rate=1e-3),
         record(method="lml-100", learning_rate=2e-3),
@@ -138,7 +138,7 @@ def test_every_bias_is_tuned_separately(tmp_path):
     biases = ("counted", "leave-one-out", "outside", "none")
     settings = SweepSettings(methods=("lml-20",), biases=biases, seeds=(0, 1), tuned=path, run=common)
     runs = grid(settings)
-    # Combinations that were not tuned use the default learning rate.
+    # Leave-one-out was not tuned, so it uses the rate of the default bias.
     assert [run.learning_rate for run in runs] == [2e-3, 2e-3, 2e-3, 1e-3] * 2
     assert [run.seed for run in runs] == [0] * 4 + [1] * 4
     assert [run.counts is not None for run in runs[:4]] == [False, False, True, False]
@@ -226,7 +226,7 @@ def test_a_folder_without_a_run_is_rejected(capsys, tmp_path):
         assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_the_usual_image_has_many_relations_and_few_objects(vg):
+def test_the_default_image_has_many_relations_and_few_objects(vg):
     graphs = datasets.read_visual_genome(vg)[1].with_relations()
     objects, relations = graphs.box_offsets.diff(), graphs.relation_offsets.diff()
     assert relations[usual_image(graphs)] == relations[objects <= 8].max()
@@ -234,14 +234,14 @@ def test_the_usual_image_has_many_relations_and_few_objects(vg):
     assert 0 <= usual_image(crowded) < len(crowded)
 
 
-def test_predict_shows_the_usual_image_unless_told(capsys, run, tmp_path, monkeypatch):
+def test_predict_shows_the_default_image(capsys, run, tmp_path, monkeypatch):
     monkeypatch.setattr(prediction, "usual_image", lambda graphs: graphs.names.index("1011"))
     assert cli.main(["predict", str(run), "--out", str(tmp_path / "x.png")]) == 0
     assert "image 1011 (test)" in capsys.readouterr().out
 
 
 def test_a_crowded_image_can_be_read(vg, tmp_path, monkeypatch):
-    """Every object has its own position, and no line of the list covers another."""
+    """Every object has its own position, and no two lines of the list overlap."""
     places: set[Any] = set()
     lines: list[Any] = []
 
@@ -264,7 +264,7 @@ def test_a_crowded_image_can_be_read(vg, tmp_path, monkeypatch):
     assert all(below[1] <= above[0] for below, above in pairwise([(0.0, 0.0), *lines, (1.0, 1.0)]))
 
 
-def test_data_that_moved(capsys, vg, run, tmp_path):
+def test_moved_data_are_found_through_an_option(capsys, vg, run, tmp_path):
     moved, copy = tmp_path / "elsewhere", tmp_path / "run"
     shutil.copytree(vg, moved)
     shutil.copytree(run, copy)

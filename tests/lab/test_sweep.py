@@ -1,4 +1,4 @@
-"""The sweep writes one CSV, skips finished runs, survives interruption, and tunes on validation only."""
+"""A sweep writes one CSV, skips finished runs, survives interruptions, and tunes on validation only."""
 
 import csv
 import json
@@ -44,7 +44,7 @@ def whole(features, tmp_path_factory):
     return made(words(features, tmp_path_factory.mktemp("whole") / "sweep"))
 
 
-def test_every_combination_is_one_row(whole):
+def test_every_combination_has_one_row(whole):
     found = rows(whole / "results.csv")
     combinations = {(row["loss"], float(row["noise"]), row["seed"]) for row in found}
     assert len(found) == len(combinations) == 8
@@ -62,7 +62,7 @@ def test_finished_runs_are_skipped(capsys, features, whole):
     assert {path: path.stat().st_mtime_ns for path in whole.glob("*/result.json")} == before
 
 
-def test_interrupted_and_continued_equals_undisturbed(capsys, features, whole, tmp_path):
+def test_an_interrupted_and_resumed_sweep_equals_an_undisturbed_sweep(capsys, features, whole, tmp_path):
     out = tmp_path / "sweep"
     running = start(words(features, out))
     limit = time.monotonic() + 120
@@ -111,12 +111,12 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(capsys, features, tmp_
     assert [row["learning_rate"] for row in rows(out / "results.csv")] == ["0.1"]
 
 
-def test_a_folder_of_other_settings_is_rejected(capsys, features, whole):
+def test_a_folder_with_other_settings_is_rejected(capsys, features, whole):
     assert cli.main(words(features, whole, "--run.epochs", "5")) == 2
     assert "contains a run with `epochs` 4 instead of 5" in capsys.readouterr().err
 
 
-def test_places_that_cannot_be_written_are_rejected_before_any_work(capsys, features, tmp_path, monkeypatch):
+def test_unwritable_paths_are_rejected_before_any_work(capsys, features, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "run_grid", None)
     for options, named in (
         (["--csv", str(features / "x.csv")], f"`--csv` names `{features / 'x.csv'}`"),
@@ -171,7 +171,7 @@ def record(**changes):
 
 
 def tuning(path):
-    """The rate 0.3 is best on average on validation; 0.1 is best on the test and at one noise level."""
+    """Write rows in which 0.3 is the best rate on average on validation, but 0.1 is best on test."""
     found = [
         record(learning_rate=rate, noise=noise, validation_topk=validation, test_topk=test)
         for rate, noise, validation, test in (

@@ -1,4 +1,4 @@
-"""Every JSON file of a run, damaged in many ways: a one-line error names the file, or nothing changes."""
+"""Damaged JSON files of a run: a one-line error names the file, unless the command still succeeds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILES = {
     "metrics.jsonl": "resume",
     "failed.json": "resume",
 }
-# Words that occur in messages of Python, torch and json.
+# Words that occur in the messages of Python, torch and json, which must not reach the user.
 RAW = ("NoneType", "object is", "object has", "argument", "Error", "unexpected", "indices", "Expecting")
 
 
@@ -40,11 +40,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tampered(text: str) -> Iterator[str]:
-    """The text truncated or replaced, or with each value missing, null, or of another type or length."""
+    """Yield the text truncated, replaced, and with each value missing, null, or of another type or length."""
     yield from ("", text[: len(text) // 2], "null\n", "[]\n", "3\n", "{}\n")
     first, *others = text.splitlines() if text.startswith('{"') else [text]
     values: dict[str, Any] = json.loads(first)
-    # All numbers of a file are read in the same way, and a resumed run takes seconds.
+    # All numbers of a file are read in the same way, so three of them are enough: each run takes seconds.
     alike = [name for name, value in values.items() if isinstance(value, float)][3:]
     for name, value in values.items():
         if name in alike:
@@ -62,7 +62,7 @@ def tampered(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_in_a_one_line_error(run, tmp_path, capsys, monkeypatch, name):
-    # The figure of the report shows none of these files, and takes longer than everything else.
+    # The figure of the report does not depend on these files, and drawing it would take most of the time.
     monkeypatch.setattr(plots, "draw_recall_and_calibration", lambda *_, **__: None)
     copy, data = tmp_path / "run", str(run.parent / "train.csv")
     words = ["predict", str(copy), "--data", data]

@@ -1,4 +1,4 @@
-"""Every task in the table can be trained, has the commands that it names, and is shown on a page."""
+"""Every task in `TASKS` names commands that exist, and is documented on a page and in the help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results")
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_has_the_commands_it_names(name: str) -> None:
+def test_the_commands_of_a_task_exist(name: str) -> None:
     task = TASKS[name]
     for command in filter(None, task):
         for place in (command.settings, command.function):
@@ -25,14 +25,14 @@ def test_a_task_has_the_commands_it_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_is_shown_and_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_is_documented(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(f"torchlml train {name}" in page.read_text(encoding="utf-8") for page in PAGES)
     assert cli.main(["train", name, "--help"]) == 0
     assert "--resume" in capsys.readouterr().out
 
 
-def test_no_dtype_is_set_that_metrics_ignore() -> None:
-    """The metrics count in integers, so `set_dtype` would have no effect and a call would be misleading."""
+def test_the_dtype_of_metrics_is_never_set() -> None:
+    """Metrics count in integers, so calling `set_dtype` would have no effect and would be misleading."""
     package = Path(torchlml_lab.__file__).parent
     for path in package.rglob("*.py"):
         assert ".set_dtype(" not in path.read_text(encoding="utf-8"), path

@@ -16,7 +16,7 @@ from tests.support.scene_graphs import draw, write_vrd
 from torchlml_lab import cli
 from torchlml_lab.engine.output import ProgressBar, new_console
 
-# Rich reads tags in brackets and emoji between colons; matplotlib reads mathematics between dollar signs.
+# Rich interprets tags in brackets and emoji between colons, and matplotlib formulas between dollar signs.
 LABELS = ["list[int]", "[/b]", ":cat:", r"$\frac$", "[red]"]
 
 
@@ -133,7 +133,7 @@ def test_progress_descriptions():
 
 
 def test_every_console_prints_verbatim():
-    """All consoles come from `new_console`: any other would interpret markup again."""
+    """All consoles come from `new_console`, because any other console would interpret markup."""
     package = Path(torchlml_lab.__file__).parent
     calls = []
     for path in sorted(package.rglob("*.py")):

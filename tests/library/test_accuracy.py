@@ -1,4 +1,4 @@
-"""Values of the implementation, of a simple reference in the same dtype, and of the exact solution."""
+"""Accuracy of the values, compared with the exact solution and a simple reference in the same dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torchlml
 from tests.support import truth
 from tests.support.problems import PROBLEMS, SHORT, Problem
 
-# The error of each y, and of the sum of a row relative to max(1, k).
+# The largest allowed error of each y, and of the sum of a row relative to max(1, k).
 ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
 HALF = [torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
@@ -41,14 +41,14 @@ def check_dual(nu: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
     row = problem.truth(dtype)
     assert nu.dtype == dtype
     assert nu.shape == ()
-    # In a very wide gap the gradient with respect to nu vanishes, so any nu inside the gap is a solution.
+    # If nu is in a very wide gap between logits, y does not depend on it, so any nu in the gap is correct.
     if row.sum_w > 1e-30:
         rounding = torch.finfo(dtype).eps * abs(row.nu)
         assert abs(float(nu) - row.nu) <= threshold_limit(dtype, row.y.size) + rounding
 
 
 def threshold_limit(dtype: torch.dtype, n: int) -> float:
-    """The allowed error of nu. A long row may be summed in float32 lanes of a few hundred entries."""
+    """The allowed error of nu. It is larger for long rows, because partial sums may be in float32."""
     return 1e-11 if dtype == torch.float64 else 1e-6 if n <= 2000 else 1e-5
 
 
@@ -58,7 +58,7 @@ def test_the_reference_solution_is_right(problem: Problem, dtype: torch.dtype) -
     row = problem.truth(dtype)
     y, nu = truth.solve_with_mpmath(problem.row(dtype).double().tolist(), problem.k)
     assert max(abs(float(a - mpmath.mpf(b))) for a, b in zip(y, row.y.tolist(), strict=True)) < 1e-14
-    if row.sum_w > 1e-90:  # in a wider gap, the tails vanish even with 120 digits
+    if row.sum_w > 1e-90:  # in a wider gap, even 120 digits are not enough
         assert abs(float(nu) - row.nu) <= 1e-15 * max(1.0, abs(row.nu))
 
 
@@ -94,7 +94,7 @@ def test_values(problem: Problem, dtype: torch.dtype) -> None:
 @each(PROBLEMS)
 @each_dtype
 def test_order(problem: Problem, dtype: torch.dtype) -> None:
-    # Proposition 1 of the paper, including values far below the guaranteed accuracy.
+    # Proposition 1 of the paper: y preserves the order of x, even far below the guaranteed accuracy.
     x, order = problem.row(dtype), problem.row(dtype).argsort()
     for y in (torchlml.lml(x, problem.k), torchlml.log_lml(x, problem.k)):
         assert bool((y[order][1:] >= y[order][:-1]).all())
@@ -117,7 +117,7 @@ def test_values_of_ragged_rows(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_bracketing_of_ragged_rows(dtype: torch.dtype) -> None:
-    # The slowest row determines the number of iterations for all, so the rows are short.
+    # The slowest row determines the number of iterations for all rows, so only short rows are used.
     problems = [problem for problem in BRIEF if problem.truth(dtype).y.size <= 100]
     x, k, offsets = pack(problems, dtype)
     nu = torchlml.lml_bracketing(x, k, offsets=offsets)
@@ -127,7 +127,7 @@ def test_bracketing_of_ragged_rows(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_masked_rows(dtype: torch.dtype) -> None:
-    # All problems as the rows of one matrix. The padding contains values that the mask must hide.
+    # The problems are the rows of one matrix. They are padded with NaN, which the mask must hide.
     problems = [problem for problem in SHORT if problem.truth(dtype).y.size <= 200]
     x = torch.full((len(problems), 211), float("nan"), dtype=dtype)
     mask = torch.zeros(len(problems), 211, dtype=torch.bool)
@@ -146,12 +146,12 @@ def test_masked_rows(dtype: torch.dtype) -> None:
 
 @each([problem for problem in PROBLEMS if not problem.extreme])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_is_rounded_once(problem: Problem, dtype: torch.dtype) -> None:
+def test_half_precision_is_rounded_once(problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype)
     row = problem.truth(dtype)
     y = torchlml.lml(x, problem.k)
     assert y.dtype == dtype
-    # A value that is exact in float32 may be rounded to either neighbor only at a rounding boundary.
+    # A value that is accurate in float32 may round to the wrong neighbor only next to a rounding boundary.
     slack = 1e-6 * row.y * np.maximum(1.0, np.abs(row.z)) + 1e-20
     lowest, highest = (torch.from_numpy(row.y + sign * slack).to(dtype) for sign in (-1, 1))
     assert bool((lowest <= y).all())
@@ -160,7 +160,7 @@ def test_half_is_rounded_once(problem: Problem, dtype: torch.dtype) -> None:
 
 @each([problem for problem in PROBLEMS if not problem.extreme][::5])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_is_read_as_float32(problem: Problem, dtype: torch.dtype) -> None:
+def test_half_precision_is_computed_in_float32(problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype)
     assert torch.equal(torchlml.lml(x, problem.k), torchlml.lml(x.float(), problem.k).to(dtype))
     assert torch.equal(torchlml.log_lml(x, problem.k), torchlml.log_lml(x.float(), problem.k).to(dtype))
@@ -175,7 +175,7 @@ def test_log_values(problem: Problem, dtype: torch.dtype) -> None:
     )  # -6e38 is -inf in float32
     got = log_y.double().numpy()
     assert log_y.dtype == dtype
-    # Absolute error near zero, relative error far below it: both are the resolution of x + nu in the dtype.
+    # The limit is absolute near 0 and relative far below 0. Both follow from the resolution of x + nu.
     limit = threshold_limit(dtype, got.size) * np.maximum(1.0, np.abs(expected))
     with np.errstate(invalid="ignore"):  # -inf - -inf
         assert bool(((got == expected) | (np.abs(got - expected) <= limit)).all())
@@ -191,8 +191,8 @@ def test_dual_values(problem: Problem, dtype: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_three_ways(dtype: torch.dtype) -> None:
-    # Moderate rows, for which the simple reference in the same dtype is accurate too: all three must agree.
+def test_moderate_rows_agree_with_a_simple_reference(dtype: torch.dtype) -> None:
+    # For these rows, the simple reference in the same dtype is accurate too.
     x = torch.randn(20, 137, dtype=torch.float64).to(dtype) * 3
     k = torch.linspace(0.5, 136.5, 20, dtype=torch.float64)
     solved = [truth.solve(row.double().numpy(), float(target)) for row, target in zip(x, k, strict=True)]
@@ -213,7 +213,7 @@ def test_values_follow_from_the_threshold(k: float) -> None:
     torch.testing.assert_close(torchlml.log_lml(x, k), torch.nn.functional.logsigmoid(z), **close)
 
 
-def test_nothing_is_written_into_the_arguments() -> None:
+def test_arguments_are_not_modified() -> None:
     x, mask = torch.randn(3, 20), torch.rand(3, 20) > 0.2
     k = torch.tensor([1.0, 2.0, 3.0])
     copies = x.clone(), mask.clone(), k.clone()

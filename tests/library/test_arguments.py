@@ -1,4 +1,4 @@
-"""Wrong arguments raise the right exception, which names the argument, its value and accepted values."""
+"""Invalid arguments raise the right exception, which names the argument, its value and what is accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFF = torch.tensor([0, 2, 6])
 
 FUNCTIONS = [torchlml.lml, torchlml.log_lml, torchlml.lml_dual]
 Call = Callable[[Callable[..., Any]], Any]
-# name -> the call on f, the exception, and parts of its message: the argument, its value, accepted values
+# name -> a call of f, the expected exception, and parts of its message: argument, value, accepted values
 WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
     "x is a list": (lambda f: f([1.0, 2.0], 1), TypeError, ["`x`", "list", "Tensor"]),
     "x is an array": (lambda f: f(np.zeros(3), 1), TypeError, ["`x`", "ndarray", "Tensor"]),
@@ -131,7 +131,7 @@ def check(message: str, words: list[str]) -> None:
         assert word in message
     assert "\n" not in message
     assert re.fullmatch(r"[`A-Z].*\.", message)
-    assert not re.search(r"\.\s+[A-Z]", message), "one sentence"
+    assert not re.search(r"\.\s+[A-Z]", message), "the message must be one sentence"
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
@@ -145,7 +145,7 @@ def test_functions(function: Callable[..., Any], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in WRONG if "dim" not in case and "offsets" not in case])
-def test_the_layer_says_the_same(case: str) -> None:
+def test_the_layer_raises_the_same_errors(case: str) -> None:
     call, exception, words = WRONG[case]
     with pytest.raises(exception) as raised:
         call(lambda x, k, **others: torchlml.LML(k)(x, **others))
@@ -208,16 +208,16 @@ def test_layers_and_settings(case: str) -> None:
 RIGHT: dict[str, Callable[[], Any]] = {
     "k = n": lambda: torchlml.lml(X, 5),
     "k = 0": lambda: torchlml.lml(X, 0),
-    "k > m through a mask": lambda: torchlml.lml(X, 4, mask=torch.tensor([True, False, False, False, False])),
+    "k > unmasked entries": lambda: torchlml.lml(X, 4, mask=torch.tensor([True, False, False, False, False])),
     "k > the length of a ragged row": lambda: torchlml.lml(V, 4, offsets=OFF),
     "numpy k": lambda: torchlml.lml(X, np.float64(2.5)),
     "numpy integer k": lambda: torchlml.lml(X, np.int64(2)),
     "int tensor k": lambda: torchlml.lml(X, torch.tensor([1, 2, 3])),
     "k with keepdim": lambda: torchlml.lml(X, torch.ones(3, 1)),
-    "k with keepdim of another dim": lambda: torchlml.lml(X, torch.ones(1, 5), dim=0),
+    "k with keepdim, dim 0": lambda: torchlml.lml(X, torch.ones(1, 5), dim=0),
     "k with keepdim, ragged": lambda: torchlml.lml(V, torch.ones(2, 1), offsets=OFF),
-    "fractional k": lambda: torchlml.lml(X, Fraction(5, 2)),
-    "half k": lambda: torchlml.lml(X, torch.tensor(2.5, dtype=torch.bfloat16)),
+    "k is a Fraction": lambda: torchlml.lml(X, Fraction(5, 2)),
+    "bfloat16 k": lambda: torchlml.lml(X, torch.tensor(2.5, dtype=torch.bfloat16)),
     "k that broadcasts": lambda: torchlml.lml(X, torch.tensor([2.0])),
     "int32 offsets": lambda: torchlml.lml(V, 1, offsets=OFF.int()),
     "offsets and dim 0": lambda: torchlml.lml(V, 1, dim=0, offsets=OFF),

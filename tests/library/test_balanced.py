@@ -1,4 +1,4 @@
-"""The two-sided projection: constraints, optimality, hostile inputs and bad arguments."""
+"""The two-sided projection: constraints, optimality, difficult inputs and invalid arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def check_sums(y: Tensor, k: Any, capacity: Any, limit: float) -> None:
-    """Check row sums to rounding, column sums to the guaranteed relative error, and entries in [0, 1]."""
+    """Check that entries are in [0, 1], rows sum to k, and columns have a relative error within `limit`."""
     y = y.detach().double()
     assert 0 <= float(y.min()) <= float(y.max()) <= 1
     rows = torch.as_tensor(k, dtype=F64)
@@ -83,14 +83,14 @@ def test_sums_for_hostile_inputs(name: str, dtype: torch.dtype) -> None:
 
 
 def test_nearly_hard_assignments_in_float32() -> None:
-    """Rounding of x + mu to float32 alone exceeds the guarantee in some of these problems."""
+    """In some of these problems, rounding x + mu to float32 would already exceed the guaranteed error."""
     for seed in range(30):
         x = 60 * torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
         check_sums(torchlml.balanced_lml(x, 1), 1, 0.5, ERROR[torch.float32])
 
 
 def tight(last: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A problem in which 32 rows may use only four columns, whose capacity is exactly sufficient for them."""
+    """A problem in which 32 rows may use only four columns, whose capacities exceed the minimum by `last`."""
     mask = torch.ones(256, 16, dtype=torch.bool)
     mask[:32, 4:] = False
     first = torch.full((4,), 16.0 + last, dtype=F64)
@@ -122,7 +122,7 @@ def entropy(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bound", ["exactly", "at_most"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_optimum_of_a_general_solver(bound: str, seed: int) -> None:
+def test_y_is_the_optimum_found_by_a_general_solver(bound: str, seed: int) -> None:
     x = 2 * random(4, 3, seed=seed)
     k = torch.tensor([1.0, 0.5, 2.0, 1.5], dtype=F64)
     capacity = torch.tensor([1.0, 2.5, 1.5], dtype=F64) * (1.3 if bound == "at_most" else 1)
@@ -160,7 +160,7 @@ def test_the_multipliers_give_y() -> None:
     y = torchlml.balanced_lml(x, 2, capacity)
     torch.testing.assert_close(torch.sigmoid(x + nu[:, None] + mu), y, rtol=0, atol=1e-9)
     assert abs(float(mu.mean())) < 1e-12
-    # Columns with a capacity of 0 or of all rows have infinite multipliers.
+    # Columns whose capacity is 0 or the number of rows have infinite multipliers.
     _, mu = torchlml.balanced_lml_dual(random(5, 4), 2, torch.tensor([0.0, 5.0, 2.0, 3.0]))
     assert mu[0] == -math.inf
     assert mu[1] == math.inf
@@ -177,14 +177,14 @@ def test_capacities_as_limits(factor: float, dtype: torch.dtype) -> None:
     sums = y.double().sum(0)
     assert float(mu.max()) == 0
     assert float((sums / capacity).max()) <= 1 + ERROR[dtype]
-    # Complementary slackness: a column below its limit has no multiplier.
+    # Complementary slackness: a column below its limit has a multiplier of 0.
     below = sums < capacity * (1 - 2 * ERROR[dtype])
     assert float(mu[below].abs().max() if below.any() else 0) <= ERROR[dtype]
     if factor == 100:
         torch.testing.assert_close(y, torchlml.lml(x, 2))
 
 
-def test_a_batch_is_its_problems() -> None:
+def test_a_batch_matches_its_separate_problems() -> None:
     x, k = 3 * random(2, 3, 20, 5), torch.tensor([[[1.0], [2.0], [1.5]]], dtype=F64).expand(2, 3, 20)
     y = torchlml.balanced_lml(x, k)
     nu, mu = torchlml.balanced_lml_dual(x, k)
@@ -209,7 +209,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
         assert torchlml.balanced_lml(x, 2).dtype == torch.float32
 
 
-def test_a_start_changes_only_the_time() -> None:
+def test_start_does_not_change_the_result() -> None:
     x = random(300, 8) + 5 * random(8, seed=1)
     y = torchlml.balanced_lml(x, 2)
     for start in (

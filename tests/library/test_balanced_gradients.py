@@ -1,4 +1,4 @@
-"""Derivatives of the two-sided projection, against finite differences and dense linear algebra."""
+"""Derivatives of the two-sided projection, compared with finite differences and dense linear algebra."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MASK[0, 1] = MASK[3, 0] = False
 def test_x_k_and_capacity(function: Any, mask: Tensor | None, scale: float) -> None:
     arguments = inputs(scale=scale)
     assert gradcheck(lambda x, k, c: function(x, k, c, mask=mask), arguments)
-    # Without capacities, k also changes the shares of the columns.
+    # Without capacities, the column sums depend on k.
     assert gradcheck(lambda x, k: function(x, k, mask=mask), arguments[:2])
 
 
@@ -43,7 +43,7 @@ def test_limits(function: Any) -> None:
     x, k, capacity = inputs()
     assert gradcheck(lambda x, k, c: function(x, k, 1.2 * c, bound="at_most"), (x, k, capacity))
     _, mu = torchlml.balanced_lml_dual(x, k, 1.2 * capacity, bound="at_most")
-    assert 0 < int((mu == 0).sum()) < 4  # some columns at their limits, some below
+    assert 0 < int((mu == 0).sum()) < 4  # some columns are at their limits, others below
 
 
 def test_a_batch_and_known_columns() -> None:
@@ -56,7 +56,7 @@ def test_a_batch_and_known_columns() -> None:
 
 
 def derivative(y: Tensor, grad: Tensor) -> Tensor:
-    """w (grad - p - q), with p and q from the full linear system of rows and columns."""
+    """The gradient w (grad - p - q), where p and q solve the full linear system of rows and columns."""
     w = y * (1 - y)
     system = torch.cat([torch.cat([w.sum(1).diag(), w], 1), torch.cat([w.T, w.sum(0).diag()], 1)])
     right = torch.cat([(w * grad).sum(1), (w * grad).sum(0)])
@@ -80,7 +80,7 @@ def test_large_matrices_and_both_linear_solvers(
 
 
 def test_a_chain_of_columns() -> None:
-    """Every row chooses between two neighbors: conjugate gradients need more iterations than allowed."""
+    """If every row chooses between two adjacent columns, conjugate gradients exceed their iteration limit."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.arange(600) % 99
     x = torch.full((600, 100), -60.0, dtype=F64)
@@ -96,8 +96,8 @@ def test_a_chain_of_columns() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
 
 
-def test_decided_rows_have_a_gradient_of_k() -> None:
-    """In float32 the larger entries round to 1, so y (1 - y) computed from them would be 0."""
+def test_saturated_rows_have_a_gradient_for_k() -> None:
+    """In float32, the larger entries round to 1, so y (1 - y) computed from them would be 0."""
     x = torch.tensor([[40.0, 0.0, -1.0], [41.0, 0.0, 1.0], [0.0, 40.0, 0.0]])
     gradients = []
     for dtype in (torch.float32, F64):
@@ -122,7 +122,7 @@ def test_half_precision_and_masked_entries() -> None:
 
 
 def test_gradients_under_autocast() -> None:
-    """Autocast would compute the Schur complement in bfloat16."""
+    """The backward pass must disable autocast, which would compute the Schur complement in bfloat16."""
     x = torch.randn(300, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     (wanted,) = torch.autograd.grad(torchlml.balanced_lml(x, 2).square().sum(), x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -149,7 +149,7 @@ def test_unsupported_operations_raise() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # from the compiler, about its own tensors
-def test_compiled_code_leaves_its_graph() -> None:
+def test_compiled_code_with_a_graph_break() -> None:
     x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     compiled = torch.compile(lambda x: 2 * torchlml.balanced_lml(x, 2), backend="eager")
     y = compiled(x)

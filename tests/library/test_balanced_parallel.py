@@ -23,7 +23,7 @@ F64 = torch.float64
 
 @in_processes(2, 3, 4)
 def test_values_and_gradients(group: Group) -> None:
-    """Y, nu, mu and all gradients match the unsplit matrix. Parts are uneven, and some are empty."""
+    """y, nu, mu and all gradients match the unsharded call. The shards are uneven, and some are empty."""
     for dtype, limit in ((F64, 1e-8), (torch.float32, 5e-4)):
         for bound in ("exactly", "at_most"):
             for masked in (False, True):
@@ -67,7 +67,7 @@ def _like_unsplit(dtype: torch.dtype, limit: float, bound: str, masked: bool, gr
 
 
 def _rounds(group: Group, x: Tensor, **options: Any) -> int:
-    """The number of rounds of a forward pass with k = 2, after a check of the column sums."""
+    """Count the rounds of communication in a forward pass with k = 2, and check the column sums."""
     if "mask" in options:
         options["mask"] = part(options["mask"], group, 0)
     with CommDebugMode() as counted:
@@ -82,7 +82,7 @@ def _rounds(group: Group, x: Tensor, **options: Any) -> int:
 
 @in_processes(2, 3)
 def test_rounds(group: Group) -> None:
-    """At most six rounds for every skew, bound, mask and start, even if the processes' rows differ."""
+    """At most six rounds for every skew, bound, mask and start, even if rows differ between processes."""
     for dtype in (torch.float32, F64):
         for skew in (0, 3, 10):
             x = (torch.randn(2048, 16) + skew * torch.randn(16)).to(dtype)
@@ -107,7 +107,7 @@ def test_rounds(group: Group) -> None:
 
 @in_processes(2)
 def test_rounds_of_periodic_rows(group: Group) -> None:
-    """At most six rounds if a token repeats at the start of every sequence, or the position matters."""
+    """At most six rounds if all sequences start with the same token, or if logits depend on the position."""
     for dtype in (torch.float32, F64):
         for skew in (1, 10):
             x = (torch.randn(4096, 16) + skew * torch.randn(16)).to(dtype)
@@ -116,7 +116,7 @@ def test_rounds_of_periodic_rows(group: Group) -> None:
                 repeated[::period] = 5 * torch.randn(16).to(dtype)
                 by_position = x + (3 * torch.randn(period, 16)).repeat(4096 // period, 1).to(dtype)
                 for rows in (repeated, by_position):
-                    own = rows.chunk(2)[dist.get_rank(group)]  # whole periods
+                    own = rows.chunk(2)[dist.get_rank(group)]  # each process has complete periods
                     with CommDebugMode() as counted:
                         torchlml.balanced_lml(own, 2, group=group)
                     rounds = counted.get_total_counts()
@@ -125,7 +125,7 @@ def test_rounds_of_periodic_rows(group: Group) -> None:
 
 @in_processes(2, 4)
 def test_rounds_from_a_good_start(group: Group) -> None:
-    """A good start saves the round for a sample. The backward pass takes one round."""
+    """A good start saves the round that gathers a sample of the rows. The backward pass takes one round."""
     for dtype, most in ((torch.float32, 4), (F64, 5)):
         x = (torch.randn(4096, 32) + 3 * torch.randn(32)).to(dtype)
         own = part(x, group, 0)
@@ -141,9 +141,9 @@ def test_rounds_from_a_good_start(group: Group) -> None:
 
 @in_processes(2)
 def test_rounds_of_small_hostile_problems(group: Group) -> None:
-    """All rows are gathered, so the path of decreasing temperatures needs no rounds."""
+    """All rows of a small problem are gathered, so solving it at decreasing temperatures adds no rounds."""
     mask = torch.ones(256, 16, dtype=torch.bool)
-    mask[:32, 4:] = False  # 32 rows may use only four columns, whose capacity is hardly more than sufficient
+    mask[:32, 4:] = False  # 32 rows may use only four columns, whose capacity is barely sufficient
     tight = torch.tensor([16.5] * 4 + [446 / 12] * 12, dtype=F64)
     for scale in (100.0, 1e4):
         for bound in ("exactly", "at_most"):
@@ -154,7 +154,7 @@ def test_rounds_of_small_hostile_problems(group: Group) -> None:
 
 @in_processes(2)
 def test_unlike_processes(group: Group) -> None:
-    """Each process prefers different columns, gaps are large, and a column has a capacity of 0."""
+    """Each process prefers different columns, gaps are large, and one column has a capacity of 0."""
     x = torch.randn(400, 8, dtype=F64)
     x[:133, :2] += 20
     x[133:, 4:] += 300
@@ -219,7 +219,7 @@ def _trained(model: nn.Module, rows: slice) -> list[float]:
 
 
 def _check_training(wrapped: nn.Module, inner: Mixture, group: Group) -> None:
-    """Check that processes with a part of the rows each train like one process with all rows."""
+    """Check that training with rows split across processes matches training with all rows in one process."""
     alone = Mixture(None)
     wanted = _trained(alone, slice(None))
     size, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -1,4 +1,4 @@
-"""Bounds on the sum: limits, rows in which the sign of nu decides, and losses."""
+"""Bounds on the sum: special rows, rows in which a rounding error could activate the bound, and losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_special_rows_of_bounds(dtype: torch.dtype) -> None:
+def test_special_rows_with_bounds(dtype: torch.dtype) -> None:
     def lml(row: list[float], k: float, bound: str, **options: Any) -> torch.Tensor:
         return torchlml.lml(torch.tensor(row, dtype=dtype), k, bound=bound, **options)
 
@@ -49,7 +49,7 @@ def test_the_sign_of_the_threshold_decides() -> None:
     for k, free in ((500_000.5 - 0.9 * missing, True), (500_000.5 - 1.1 * missing, False)):
         assert (float(torchlml.lml_dual(x, k, bound="at_most")) == 0) == free
         assert (float(torchlml.lml_dual(x, k, bound="at_least")) == 0) == (not free)
-        # A row within its bound is the sigmoid of its logits, so the first entry is exactly 0.5.
+        # If a row is within its bound, y is the sigmoid of the logits, so its first entry is exactly 0.5.
         assert (float(torchlml.lml(x, k, bound="at_most")[0]) == 0.5) == free
         assert (float(torchlml.lml(x, k, bound="at_least")[0]) == 0.5) == (not free)
         assert (float(torchlml.log_lml(x, k, bound="at_most")[0].exp()) == 0.5) == free
@@ -61,7 +61,7 @@ def test_losses(bound: str) -> None:
     k = 4
     log_y = torchlml.log_lml(logits, k, bound=bound)
     exact = torchlml.log_lml(logits, k)
-    assert 0 < int((log_y != exact).any(-1).sum()) < 12  # rows of both kinds
+    assert 0 < int((log_y != exact).any(-1).sum()) < 12  # the bound is active in some rows only
     target = torch.randint(9, (12,))
     got = torchlml.lml_loss(logits, target, k, bound=bound, reduction="none")
     torch.testing.assert_close(got, -log_y.gather(-1, target[:, None]).squeeze(-1))

@@ -1,4 +1,4 @@
-"""Hard and random choices: exactly k entries, documented tie-breaking, frequencies and gradients."""
+"""`topk_mask` and `sample_subset`: exactly k entries, documented tie-breaking, frequencies and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 7, 100, 1001])
-def test_a_mask_holds_the_largest(n: int, dtype: torch.dtype) -> None:
+def test_topk_mask_selects_the_largest_entries(n: int, dtype: torch.dtype) -> None:
     # Few distinct values, so that there are many ties. A stable sort implements the tie-breaking rule.
     x = torch.randint(-3, 4, (40, n)).to(dtype)
     for k in {0, 1, n // 2, n - 1, n}:
@@ -33,7 +33,7 @@ def test_a_mask_holds_the_largest(n: int, dtype: torch.dtype) -> None:
             assert sum(chosen) == k
 
 
-def test_a_mask_with_its_own_k_in_each_row() -> None:
+def test_topk_mask_with_a_different_k_in_each_row() -> None:
     x = torch.randn(4, 3, 9).round()
     k = torch.tensor([0, 2, 9])
     for mask in (None, torch.rand(4, 3, 9) > 0.3):
@@ -87,7 +87,7 @@ def test_straight_through(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_sample_is_exactly_k(dtype: torch.dtype) -> None:
+def test_a_sample_has_exactly_k_entries(dtype: torch.dtype) -> None:
     for n, scale in itertools.product([1, 2, 13, 1000], [0.0, 0.1, 3.0, 100.0]):
         x = (torch.randn(60, n) * scale).to(dtype)
         for k in {0, 1, n // 2, n - 1, n}:
@@ -102,8 +102,8 @@ def test_a_sample_is_exactly_k(dtype: torch.dtype) -> None:
     assert bool((drawn[~mask] == 0).all())
 
 
-def test_a_long_sample_is_exactly_k() -> None:
-    # A million probabilities whose floating-point sum is not k in any order.
+def test_a_sample_from_a_long_row_has_exactly_k_entries() -> None:
+    # The floating-point sum of a million probabilities is not exactly k, whatever the order of summation.
     x = torch.randn(1, 1_000_000) * 4
     for k in (1, 1000, 999_999):
         assert float(torchlml.sample_subset(x, k).double().sum()) == k
@@ -116,12 +116,12 @@ def test_inclusion_frequencies(k: int, scale: float) -> None:
     y = torchlml.lml(x, k)
     generator = torch.Generator().manual_seed(7)
     counts = torchlml.sample_subset(x.expand(draws, n), k, generator=generator).sum(0)
-    # The counts of one entry are binomial. All counts sum to k * draws, which leaves n - 1 degrees of
-    # freedom. A negative correlation between entries only lowers the statistic.
+    # The count of each entry is binomial. The counts sum to k * draws, which leaves n - 1 degrees of freedom.
+    # A negative correlation between entries only lowers the statistic.
     z = ((counts - draws * y) / (draws * y * (1 - y)).sqrt()).numpy()
     assert (abs(z) < 4.5).all()
     assert stats.chi2.sf((z**2).sum() * (n - 1) / n, n - 1) > 1e-4
-    # Only entries with probability 1 are always drawn, and the order does not matter, so all pairs can occur.
+    # The entries are sampled in random order, so every pair of entries can be drawn together.
     if scale < 2 and k > 1:
         drawn = torchlml.sample_subset(x.expand(4000, n), k, generator=generator)
         assert bool(((drawn.T @ drawn) > 0).all())
@@ -147,7 +147,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("options", [{}, {"fullgraph": True}, {"fullgraph": True, "dynamic": True}], ids=str)
-def test_samples_of_any_batch_size_are_compiled(options: dict[str, bool]) -> None:
+def test_sampling_compiles_for_any_batch_size(options: dict[str, bool]) -> None:
     draw = torch.compile(lambda x: torchlml.sample_subset(x, 2), backend="aot_eager", **options)
     for count in (3, 4, 7):
         drawn = draw(torch.randn(count, 10))
@@ -163,7 +163,7 @@ def test_compiled_samples_have_the_right_frequencies() -> None:
     _assert_frequencies(draw(x.expand(draws, 5).contiguous()), x, 2)
 
 
-def test_every_problem_of_a_vmap_gets_its_own_draw() -> None:
+def test_every_element_of_a_vmap_gets_its_own_sample() -> None:
     x, draws = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5]).double(), 2000
     torch.manual_seed(0)
     draw = torch.vmap(lambda x: torchlml.sample_subset(x, 2), randomness="different")
@@ -207,7 +207,7 @@ TRACED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("way", TRACED)
-def test_a_number_k_of_a_mask_can_be_traced(way: str) -> None:
+def test_topk_mask_can_be_traced_if_k_is_a_number(way: str) -> None:
     x = torch.randn(4, 12)
     expected = torch.zeros_like(x).scatter(-1, x.topk(5).indices, 1)
     assert torch.equal(TRACED[way](x), expected)

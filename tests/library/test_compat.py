@@ -1,4 +1,4 @@
-"""`torchlml.compat.LML`: argument names of the authors' class, and exact values."""
+"""`torchlml.compat.LML` has the argument names of the original authors' class, and accurate values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchlml import compat
 SHAPES = [(10,), (4, 10)]
 
 
-def test_arguments_have_their_names_and_defaults() -> None:
+def test_arguments_have_the_original_names_and_defaults() -> None:
     layer = compat.LML(N=3, eps=1e-4, n_iter=100, branch=None, verbose=0)
     assert isinstance(layer, torch.nn.Module)
     x = torch.randn(4, 10)
@@ -43,7 +43,7 @@ def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("batch", [(), (4,)], ids=str)
-def test_at_most_n_entries_are_all_chosen(n: int, batch: tuple[int, ...]) -> None:
+def test_all_entries_are_chosen_if_there_are_at_most_n(n: int, batch: tuple[int, ...]) -> None:
     x = torch.randn(*batch, n, requires_grad=True)
     y = compat.LML(N=3)(x)
     assert torch.equal(y, torch.ones(*batch, n))

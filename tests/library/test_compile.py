@@ -98,8 +98,8 @@ def test_compile_with_inductor(call: str) -> None:
 
 
 @each_name
-def test_compile_where_ci_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If CI is set, Inductor rejects unknown operators with a decomposition (ours are for ONNX)."""
+def test_compile_if_ci_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If CI is set, Inductor rejects unknown operators that have a decomposition, as ours do for ONNX."""
     monkeypatch.setenv("CI", "true")
     for operator in (operators.solve, operators.forward, operators.log_forward):
         monkeypatch.delitem(lowering.lowerings, operator, raising=False)
@@ -123,7 +123,7 @@ def test_compile_dynamic(name: str) -> None:
         close(both(fast, x, offsets), both(lambda x, o: function(x, 1.5, offsets=o), x, offsets))
 
 
-# In torch 2.13 compiling torch.func.grad silently drops the backward of an autograd.Function.
+# In torch 2.13, compiling torch.func.grad silently drops the backward of an autograd.Function.
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]] = {
     "grad": lambda f: grad(lambda x: weigh(f(x))),
     "vmap": lambda f: vmap(f),
@@ -133,7 +133,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], 
 }
 
 
-# Each transform and each function. test_transforms.py tests all pairs without compiling them.
+# Each transform and each function occurs at least once. test_transforms.py tests all pairs uncompiled.
 PAIRS = [("grad", name) for name in NAMES]
 PAIRS += [("vmap", "lml"), ("vmap of grad", "log_lml"), ("jvp", "lml_dual"), ("hessian", "log_lml")]
 
@@ -145,7 +145,7 @@ def test_compile_around_transforms(transform: str, name: str) -> None:
     def project(x: Tensor) -> Tensor:
         return getattr(torchlml, name)(x, 2.5)
 
-    # The reference uses no transform: reverse mode, and its finite differences for second derivatives.
+    # The reference uses reverse-mode autograd and finite differences instead of transforms.
     def gradient(x: Tensor) -> Tensor:
         return both(project, x)[1]
 

@@ -1,4 +1,4 @@
-"""Constrained softmax and sparsemax: the functions that they generalize, limits, and hard rows."""
+"""Constrained softmax and sparsemax: the functions that they generalize, limits, and difficult rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INF, NAN = math.inf, math.nan
 
 
 @each_dtype
-def test_softmax_and_sparsemax_are_members(dtype: torch.dtype) -> None:
+def test_softmax_and_sparsemax_are_special_cases(dtype: torch.dtype) -> None:
     x = (torch.randn(20, 50, dtype=torch.float64) * 3).to(dtype)
     close: dict[str, Any] = {"rtol": 0, "atol": ACCURACY[dtype][0] / 10}
     torch.testing.assert_close(torchlml.constrained_softmax(x, 1), x.softmax(-1), **close)
@@ -36,12 +36,13 @@ def test_the_entmax_package_agrees() -> None:
     entmax = pytest.importorskip("entmax", reason="the package entmax is not installed")
     x = torch.randn(20, 50, dtype=torch.float64) * 3
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1), entmax.sparsemax(x, -1))
-    # Its budget is an upper limit of the sum, which is active for these rows.
+    # The budget of entmax is an upper limit on the sum, which is active for these rows.
     budget = entmax.budget_bisect(x, budget=5, dim=-1, n_iter=80)
     assert bool((x.clamp(0, 1).sum(-1) >= 5).all())
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 5), budget, rtol=0, atol=1e-9)
 
 
+# (name, x, k, y, options). In the names, m is the number of available entries, and p of entries at +inf.
 SPECIAL: list[tuple[str, list[float], float, list[float], dict[str, Any]]] = [
     ("k = 0", [1.0, -2.0, 0.5], 0, [0, 0, 0], {}),
     ("k = n", [1.0, -2.0, 0.5], 3, [1, 1, 1], {}),
@@ -72,7 +73,7 @@ SPECIAL: list[tuple[str, list[float], float, list[float], dict[str, Any]]] = [
 @each_constrained
 @pytest.mark.parametrize("special", SPECIAL, ids=lambda special: special[0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_special_rows_of_constrained(member: Member, special: Any, dtype: torch.dtype) -> None:
+def test_special_rows(member: Member, special: Any, dtype: torch.dtype) -> None:
     _, row, k, expected, options = special
     dtypes = {"upper": torch.float64, "mask": torch.bool}
     tensors = {name: torch.tensor(option, dtype=dtypes[name]) for name, option in options.items()}
@@ -91,7 +92,7 @@ def test_special_rows_of_constrained(member: Member, special: Any, dtype: torch.
         assert bool(dx.isfinite().all())
         assert bool(dx[~torch.tensor(row).isfinite()].eq(0).all())
         assert bool(dk.isfinite())
-    # A special row between ordinary rows affects none of them.
+    # A special row does not affect the ordinary rows in its batch.
     others = torch.randn(2, len(row)).to(dtype)
     batch = torch.stack([others[0], x.detach(), others[1]])
     options = {**tensors, "mask": tensors.get("mask", torch.ones(len(row), dtype=torch.bool))}
@@ -104,16 +105,15 @@ def test_special_rows_of_constrained(member: Member, special: Any, dtype: torch.
 @pytest.mark.parametrize("size", [20_000])
 @pytest.mark.parametrize("gap", [3.0, 100.0])
 @each_constrained
-def test_long_staircases_end(member: Member, gap: float, size: int) -> None:
-    # Saturating one entry per iteration would take half as many iterations as entries. The solver must not do
-    # that.
+def test_long_staircases_converge(member: Member, gap: float, size: int) -> None:
+    # A solver that saturates one entry per iteration would take size / 2 iterations.
     x = torch.arange(size, dtype=torch.float64) * gap
     y = member.function(x, size // 2)
     assert abs(float(y.sum()) - size // 2) <= 1e-6
     assert bool((y[size // 2 + 1 :] == 1).all())
 
 
-def test_bounds_that_should_sum_to_k_are_forgiven_their_rounding() -> None:
+def test_rounding_of_bounds_that_sum_to_k_is_tolerated() -> None:
     upper = torch.rand(50).softmax(0) * 3
     for function in (torchlml.constrained_softmax, torchlml.constrained_sparsemax):
         torch.testing.assert_close(function(torch.randn(50), 3, upper=upper), upper)

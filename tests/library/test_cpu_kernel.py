@@ -1,4 +1,4 @@
-"""The compiled kernel agrees with pure PyTorch on every operator."""
+"""The compiled kernel agrees with pure PyTorch for every operator."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_import_keeps_subnormals() -> None:
     assert run(code).stdout.split() == ["True"] * 3
 
 
-def test_coefficients_are_those_of_the_script() -> None:
+def test_coefficients_match_the_script() -> None:
     script = ROOT / "tools" / "fit_vmath.py"
     if not script.exists():
-        pytest.skip("not a checkout")
+        pytest.skip("the tests do not run in a source checkout")
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -66,7 +66,7 @@ def test_agrees_with_pure_pytorch(dtype: torch.dtype, form: str) -> None:
     assert nu.dtype == nu0.dtype
     assert torch.equal(nu[0].isinf(), nu0[0].isinf())
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    # Everything below starts from the same y and nu, so only the gradients are compared.
+    # All backward passes start from the same y and nu, so that errors in those do not affect the comparison.
     for name, arguments in {
         "backward": (g, x, y0, nu0),
         "log_backward": (g, x, log_y0, nu0),
@@ -84,7 +84,7 @@ def test_agrees_with_pure_pytorch(dtype: torch.dtype, form: str) -> None:
 @needs_kernel
 @pytest.mark.parametrize("level", ["baseline", "v3", "v4"])
 def test_instruction_sets(level: str) -> None:
-    # An instruction set that the processor lacks is not an error: the best available one is used.
+    # If the processor lacks the requested instruction set, the kernel uses the best available one.
     code = """
 import itertools
 import torch
@@ -126,8 +126,8 @@ def test_a_row_alone_has_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [13, 100, 1000])
 @pytest.mark.parametrize("few", [True, False], ids=["few near one", "most near one"])
 def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
-    # y (1 - y) from a rounded y would be off by 1e-4 here, and 0 for the largest entry. Both paths of the
-    # kernel are tested.
+    # Computed from a rounded y, y (1 - y) would have an error of 1e-4 here, and be 0 for the largest entry.
+    # The kernel has one path for few entries near 1 and another for many.
     near = max(3, n // 90) if few else n - 4
     x = torch.cat([torch.linspace(5, 22, near), torch.linspace(-6, 3, n - near)])[None]
     k = torch.tensor(near + 1.0, dtype=torch.float64)
@@ -142,7 +142,7 @@ def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
 @needs_kernel
 @pytest.mark.parametrize("offsets", [[0, 9, 4, 3], [-5, 2, 99, 3], [0, 0, 0, 1 << 60]])
 def test_bad_offsets_stay_in_bounds(offsets: list[int]) -> None:
-    # Python rejects these earlier, but the kernel must not access memory out of bounds either.
+    # The Python code rejects these offsets, but even a direct call of the kernel must stay in bounds.
     x, k = torch.randn(4), torch.ones(3, dtype=torch.float64)
     y, nu = torch.ops.torchlml.forward(x, k, None, torch.tensor(offsets))
     assert y.shape == x.shape
@@ -163,5 +163,5 @@ def test_canonical_form_is_checked() -> None:
 @needs_kernel
 @pytest.mark.parametrize("n", [2, 4, 8, 64, 1000])
 def test_ties_are_exact(n: int) -> None:
-    # A biased reciprocal is most visible here: every entry would be 0.49999997.
+    # With a biased reciprocal, every entry would be 0.49999997.
     assert torchlml.lml(torch.full((n,), 0.3), n / 2).tolist() == [0.5] * n

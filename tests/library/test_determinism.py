@@ -42,7 +42,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def bracketing(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Three iterations of Algorithm 1, thirty passes over x: enough to reveal the order of summation."""
+    """Three iterations of Algorithm 1, which are enough to reveal a different order of summation."""
     return torchlml.lml_bracketing(x, k, max_iterations=3)
 
 
@@ -69,7 +69,7 @@ def test_threads(function: Callable[..., torch.Tensor], shape: tuple[int, int], 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_with_packed_rows(name: str, dtype: torch.dtype) -> None:
+def test_threads_with_jagged_batches(name: str, dtype: torch.dtype) -> None:
     offsets = torch.tensor([0, 3, 3, 120_003, 120_050, 240_000])
     x = (torch.randn(240_000, dtype=torch.float64) * 4).to(dtype)
     mask = torch.rand(240_000) > 0.1
@@ -98,7 +98,7 @@ def test_a_row_alone_or_in_a_batch(name: str, shape: tuple[int, int], dtype: tor
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_packed_row_alone_or_in_a_batch(name: str, dtype: torch.dtype) -> None:
+def test_a_row_alone_or_in_a_jagged_batch(name: str, dtype: torch.dtype) -> None:
     offsets = torch.tensor([0, 5, 5, 100_012, 100_050, 100_051])
     x = (torch.randn(100_051, dtype=torch.float64) * 4).to(dtype)
     k = torch.tensor([1.0, 0.0, 77.0, 2.5, 0.25], dtype=torch.float64)

@@ -1,4 +1,8 @@
-"""The fast path in pure PyTorch: certified rows are right, others are rejected, and it synchronizes once."""
+"""The fast solver in pure PyTorch.
+
+Rows that it certifies are accurate, all other rows are solved again by the careful solver, and a call
+synchronizes the device only once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ def float64(*values: float) -> Tensor:
 
 
 def batch(dtype: torch.dtype, n: int = 200) -> tuple[Tensor, Tensor]:
-    """Rows of scales from 0.01 to 12, with k from below 1 to above n - 1."""
+    """Rows with scales from 0.01 to 12, and k from 0.5 to n - 0.5."""
     scale = float64(0.01, 1, 3, 12).repeat(10).unsqueeze(-1)
     x = torch.randn(40, n, dtype=torch.float64) * scale + torch.linspace(-1e3, 1e3, 40).unsqueeze(-1)
     return x.to(dtype), torch.linspace(0.5, n - 0.5, 40, dtype=torch.float64)
@@ -43,7 +47,7 @@ def check(y: Tensor, x: Tensor, k: Tensor) -> None:
 
 
 @each_dtype
-def test_ordinary_rows_are_certified_and_right(dtype: torch.dtype) -> None:
+def test_ordinary_rows_are_certified_and_accurate(dtype: torch.dtype) -> None:
     x, k = batch(dtype)
     found = fast_solver.solve_fast(x, k)
     assert bool(found.certified.all())
@@ -52,15 +56,15 @@ def test_ordinary_rows_are_certified_and_right(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 @each_dtype
-def test_certified_rows_are_right(problem: Problem, dtype: torch.dtype) -> None:
+def test_certified_rows_are_accurate(problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype).unsqueeze(0)
     found = fast_solver.solve_fast(x, float64(problem.k))
     if bool(found.certified):
         check(found.y(), x, float64(problem.k))
 
 
-def test_ties_and_steps_that_round_alike_are_right() -> None:
-    # Groups of equal entries: their rounding errors add up instead of averaging out.
+def test_certified_rows_with_many_ties_are_accurate() -> None:
+    # Equal entries have equal rounding errors, which add up instead of averaging out.
     levels = torch.tensor([0.0, 0.3, 1.7, 4.0, 9.0, 15.0])
     x = torch.stack([levels[torch.randint(0, 6, (3000,))] for _ in range(30)])
     k = torch.linspace(1, 2999, 30, dtype=torch.float64)
@@ -84,12 +88,12 @@ def test_only_rows_that_are_not_certified_take_the_careful_path(monkeypatch: pyt
     y, _ = fast_operators.forward(x, k, None, None)
     expected = original(x, k, None, None)
     torch.testing.assert_close(y, expected[0], rtol=0, atol=1e-6, equal_nan=True)
-    assert [len(rows) for rows in taken] in ([4], [5])  # the row with +inf may be solved directly
+    assert [len(rows) for rows in taken] in ([4], [5])  # 4 if the row with +inf is certified
     assert torch.equal(taken[0][0].isnan(), x[3].isnan())
 
 
 @pytest.mark.parametrize("name", ["forward", "log_forward"])
-def test_packed_rows_are_the_rows_of_a_matrix(name: str) -> None:
+def test_jagged_rows_match_dense_rows(name: str) -> None:
     lengths = [5, 0, 17, 300, 1, 16]
     offsets = torch.tensor([0, *np.cumsum(lengths)])
     x, k = torch.randn(339) * 3, float64(2.5, 0, 3, 40, 0.5, 15)
@@ -110,7 +114,7 @@ def test_packed_rows_are_the_rows_of_a_matrix(name: str) -> None:
 
 
 class PretendDevice(TorchDispatchMode):
-    """A device without float64 that counts its synchronizations."""
+    """Simulate a device without float64, and record its synchronizations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +127,7 @@ class PretendDevice(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for part in result if isinstance(result, tuple | list) else [result]:
             if isinstance(part, Tensor) and part.dtype == torch.float64:
-                raise AssertionError(f"{name} made a float64")
+                raise AssertionError(f"{name} returned a float64 tensor")
         return result
 
 
@@ -157,7 +161,7 @@ def test_a_call_synchronizes_a_gpu_once() -> None:
     check(y, x, k.float().double())
 
 
-def test_the_first_slow_call_says_how_to_repair_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_slow_call_warns_and_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_warned", False)
     monkeypatch.setattr(loader, "loaded", lambda: False)
     monkeypatch.setattr(loader, "requested", lambda: "")
@@ -176,8 +180,8 @@ def test_no_warning_if_pure_pytorch_was_requested() -> None:
 
 
 @pytest.mark.parametrize("offsets", [None, torch.tensor([0, 200])], ids=["dense", "packed"])
-def test_nothing_is_written_into_the_input(offsets: torch.Tensor | None) -> None:
-    # Logits this far apart are not certified, so the careful path writes its rows into the result.
+def test_the_input_is_not_modified(offsets: torch.Tensor | None) -> None:
+    # A row with logits this far apart is not certified, so the careful solver overwrites its result.
     row = BY_NAME["scale 1e3"].row(torch.float32)
     x = row if offsets is not None else row.unsqueeze(0)
     for operator in (fast_operators.solve, fast_operators.forward, fast_operators.log_forward):

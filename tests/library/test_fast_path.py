@@ -1,4 +1,4 @@
-"""The fast path of the most common call gives the results of the general path; other calls do not take it."""
+"""The fast path for the most common call agrees with the general path, and no other calls take it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
 
 
 def general_path(x: Tensor, k: float) -> Tensor:
-    """The same rows through a call that does not take the fast path."""
+    """Call `lml` with `dim=1` instead of -1, which does not take the fast path."""
     return torchlml.lml(x, k, dim=1)
 
 
@@ -39,11 +39,11 @@ def test_both_paths_give_the_same_bits(k: float, dtype: torch.dtype) -> None:
     assert torch.equal(*gradients)
 
 
-def test_a_gradient_that_is_not_laid_out_in_rows() -> None:
+def test_a_gradient_that_is_not_contiguous() -> None:
     leaf = X.clone().requires_grad_()
     torchlml.lml(leaf, 3).backward(torch.ones(()).expand_as(X))
     assert leaf.grad is not None
-    assert leaf.grad.abs().max() < 1e-6  # the sum of a row is k for all logits
+    assert leaf.grad.abs().max() < 1e-6  # 0 in exact arithmetic, because each row sums to k
 
 
 def test_derivatives_of_the_derivative() -> None:
@@ -83,7 +83,7 @@ OTHERS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "nested": lambda: (torch.nested.nested_tensor([X[0], X[1]]), 1, -1),
     "jagged": lambda: (torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged), 1, -1),
     "one row": lambda: (X[0], 1, -1),
-    "columns": lambda: (X.t(), 1, -1),
+    "transposed": lambda: (X.t(), 1, -1),
     "another dim": lambda: (X, 1, 0),
     "a dim that is not an int": lambda: (X, 1, -1.0),
     "a tensor k": lambda: (X, torch.tensor(1.0), -1),
@@ -114,7 +114,7 @@ def test_inference_mode_takes_the_fast_path() -> None:
         assert inside.is_inference()
         assert torch.equal(torchlml.lml(X.clone(), k), inside)
     assert torch.equal(torchlml.lml(X, k), inside)
-    # The scalar was created in inference mode; a later call must be able to save it for its backward pass.
+    # The cached scalar was created in inference mode. Later calls must still be able to save it for backward.
     leaf = X.clone().requires_grad_()
     torchlml.lml(leaf, k).backward(X)
     assert leaf.grad is not None

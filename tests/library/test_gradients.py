@@ -132,7 +132,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], id
 
 
 class Compared(NamedTuple):
-    """The computed and the exact gradient of a problem for weights g."""
+    """The computed and the exact gradients of a problem for the upstream gradient g."""
 
     row: truth.Row
     g: np.ndarray
@@ -194,13 +194,13 @@ def test_half_gradients(problem: Problem, dtype: torch.dtype) -> None:
     step = torch.finfo(dtype).eps
     for name, expected in (("lml", row.lml_gradient(g)), ("log_lml", row.log_lml_gradient(g))):
         dx, _ = backward(name, problem, dtype)
-        # y and log y are saved in the narrow dtype, which limits the accuracy to a few of its roundings
+        # y and log y are saved in the narrow dtype, which limits the accuracy to a few rounding errors.
         assert np.abs(dx - expected[0]).max() <= 2 * step * np.abs(g).max()
 
 
 @each_dtype
 def test_hardest_examples_keep_their_gradient(dtype: torch.dtype) -> None:
-    # n = 100, k = 5, and five wrong labels lead by 40 logits: log(y + 1e-8) would leave 0.0071.
+    # Five wrong labels lead by 40. The gradient of log(y + 1e-8) at the correct label would be only 0.0071.
     x = torch.zeros(100, dtype=dtype)
     x[:5] = 40
     x.requires_grad_()
@@ -213,7 +213,8 @@ def test_hardest_examples_keep_their_gradient(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("gap", [200.0, 400.0, 5000.0])
 def test_saturated_rows(gap: float, dtype: torch.dtype) -> None:
-    # Every w underflows in float32 (and for the last gap in float64): y has gradient 0, but log y does not.
+    # Every w = y (1 - y) underflows in float32, and for the largest gap also in float64. The gradient of y
+    # is 0, but the gradient of log y is not.
     x = (torch.tensor([3.0, 2, 1, 0, -1, -2]) * gap).to(dtype).requires_grad_()
     k = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     g = torch.arange(1.0, 7.0, dtype=dtype)
@@ -227,7 +228,7 @@ def test_saturated_rows(gap: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(dx, torch.tensor([0, 0, -0.5, -0.5, 0, 0], dtype=dtype), rtol=1e-4, atol=1e-6)
 
 
-def test_entries_that_round_to_one_count() -> None:
+def test_entries_that_round_to_one_still_contribute() -> None:
     # 1e5 entries at z = 17.3: y rounds to 1 in float32, yet together they contribute most of sum w.
     problem = next(problem for problem in PROBLEMS if problem.name == "one hundred thousand at 17.3")
     x = problem.row(torch.float32).requires_grad_()
@@ -246,11 +247,11 @@ def test_k_keeps_its_own_dtype_and_shape() -> None:
         k = torch.full((4,), 2.5, dtype=dtype, requires_grad=True)
         (gradient,) = torch.autograd.grad(torchlml.lml(x, k).sum(), k)
         assert gradient.dtype == dtype
-        # d(sum y)/dk = 1 for each of the three rows that share this k
+        # d(sum y)/dk = 1 for each of the three rows that share a k.
         torch.testing.assert_close(gradient, torch.full((4,), 3.0, dtype=dtype))
 
 
-def test_temperature_divides() -> None:
+def test_temperature_divides_the_logits() -> None:
     x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     layer = torchlml.LML(k=2, temperature=0.5)
     assert torch.equal(layer(x), torchlml.lml(x / 0.5, 2))

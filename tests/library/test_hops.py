@@ -13,13 +13,13 @@ from tools.count_hops import Hop, calls, dtensor_call, hops
 
 
 class Limit(NamedTuple):
-    """The largest numbers for a call. Raise one only with a reason in the commit message."""
+    """The most functions and files that a call may pass through. A commit that raises one must say why."""
 
     functions: int
     files: int
 
     def check(self, found: list[Hop]) -> None:
-        """Raise unless a call stays within the limit."""
+        """Fail if the call exceeds the limit."""
         assert len(found) <= self.functions, found
         assert len({file for file, _ in found}) <= self.files, found
 

@@ -1,4 +1,4 @@
-"""The library's packages import each other in one direction, and never the experiments package.
+"""The library's packages import each other in one direction only, and never import the experiments package.
 
 Imports inside functions count as well: an import that is only delayed is still a dependency.
 """
@@ -38,13 +38,13 @@ LAYERS = [
     "compat",
     "__init__",
 ]
-# External packages that a part of the library needs in addition to torch.
+# External packages that some parts of the library need in addition to torch.
 OPTIONAL = {"_triton": {"triton"}, "metrics": {"torchmetrics"}}
 Edge = tuple[str, str]
 
 
 def imports(folder: Path) -> dict[Edge, list[str]]:
-    """Map each package to the packages that it imports, with the locations in the source."""
+    """Map each (importing package, imported package) pair to the source locations of its imports."""
     found: dict[Edge, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         module = path.relative_to(folder).with_suffix("").parts
@@ -86,7 +86,7 @@ def _is_module(path: Path) -> bool:
 
 
 def cycles(edges: dict[Edge, list[str]]) -> list[list[str]]:
-    """All packages that reach themselves, each with one cycle."""
+    """One import cycle for each package that imports itself indirectly."""
     following: dict[str, list[str]] = {}
     for source, target in edges:
         following.setdefault(source, []).append(target)
@@ -105,7 +105,7 @@ def cycles(edges: dict[Edge, list[str]]) -> list[list[str]]:
 
 
 def against(edges: dict[Edge, list[str]], layers: list[str]) -> list[str]:
-    """The imports of a later layer by an earlier one."""
+    """Describe each import of a later layer by an earlier one."""
     place = {name: i for i, name in enumerate(layers)}
     return [
         f"{source} imports {target} ({', '.join(where)})"
@@ -121,7 +121,7 @@ def test_every_package_has_a_layer() -> None:
     found = {
         path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert found <= set(LAYERS), "add it to LAYERS"
+    assert found <= set(LAYERS), "add the new package to LAYERS"
 
 
 def test_no_cycles() -> None:
@@ -143,7 +143,7 @@ def test_torch_is_the_only_dependency() -> None:
     assert {edge for edge in outside if edge[1] not in OPTIONAL.get(edge[0], set())} == set()
 
 
-def test_the_library_is_read() -> None:
+def test_the_import_graph_is_not_empty() -> None:
     """The other tests would pass on an empty graph."""
     assert {("projection", "_autograd"), ("_solve", "_rows"), ("_torch", "_solve")} <= set(EDGES)
 

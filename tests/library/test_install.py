@@ -1,4 +1,4 @@
-"""Installing the kernel: setup.py builds it or reports the reason if it cannot, and loader.py loads it."""
+"""Installing the kernel: setup.py builds it or reports why it cannot, and loader.py loads it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchlml._cpu import loader
 # ---------------------------------------------------------------------------------------- loading
 
 
-def test_torch_by_request() -> None:
+def test_pure_pytorch_on_request() -> None:
     code = "from torchlml._cpu import loader; print(loader.loaded(), loader.instruction_set())"
     result = run(code, TORCHLML_KERNEL="torch")
     assert result.stdout.split() == ["False", "None"]
@@ -54,7 +54,7 @@ def installed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> 
     """Simulate an installation of torchlml in `folder`, with nothing loaded yet."""
     monkeypatch.setattr(loader, "__file__", str(folder / "loader.py"))
     monkeypatch.setattr(loader, "_library", None)
-    monkeypatch.setattr(loader, "_absence", loader._absence)  # restore it after the test
+    monkeypatch.setattr(loader, "_absence", loader._absence)  # so that it is restored after the test
     monkeypatch.setattr(loader, "_warned", False)
     monkeypatch.setenv("TORCHLML_KERNEL", choice)
 
@@ -62,7 +62,7 @@ def installed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> 
 REPAIR = "; with a C++ compiler and torch installed, `"
 
 
-def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "_absent.txt").write_text("no torch was found\n")  # as setup.py writes it
     installed_at(tmp_path, monkeypatch, "")
     loader.load()
@@ -119,7 +119,9 @@ def came_from(url: str, **more: object) -> SimpleNamespace:
     ],
 )
 @pytest.mark.skipif(os.name == "nt", reason="paths differ on Windows")
-def test_the_repair_starts_from_where_it_came(distribution, target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_suggested_command_reinstalls_from_the_same_source(
+    distribution, target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
     assert loader._repair() == f"pip install --force-reinstall --no-deps --no-cache-dir {target}"
 
@@ -136,7 +138,7 @@ def test_torch_too_old() -> None:
 # ---------------------------------------------------------------------------------------- building
 
 
-# A minimal compiler: it records the call and creates an empty output file.
+# A fake compiler that records the call and creates an empty output file.
 STUB = """#!/bin/sh
 echo call >> "$CALLS"
 while [ $# -gt 0 ]; do
@@ -150,13 +152,13 @@ done
 def checkout(tmp_path: Path) -> Path:
     """A minimal checkout that can be built."""
     if not (ROOT / "setup.py").exists():
-        pytest.skip("not a checkout")
+        pytest.skip("the tests do not run in a source checkout")
     folder = tmp_path / "checkout"
     folder.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / SOURCES, folder / SOURCES)
-    shutil.copy(ROOT / "torchlml" / "__init__.py", folder / "torchlml")  # setup reads the version in it
+    shutil.copy(ROOT / "torchlml" / "__init__.py", folder / "torchlml")  # setup.py reads the version from it
     return folder
 
 
@@ -187,7 +189,7 @@ def build(folder: Path, *command: str, **environment: str) -> subprocess.Complet
     ],
     ids=["failing compiler", "no compiler", "by request"],
 )
-def test_a_build_that_fails_succeeds_and_says_why(
+def test_setup_succeeds_without_the_kernel_and_reports_why(
     checkout: Path, environment: dict[str, str], why: str
 ) -> None:
     old, reason = (checkout / SOURCES.parent / name for name in ("_C.abi3.so", "_absent.txt"))
@@ -197,10 +199,10 @@ def test_a_build_that_fails_succeeds_and_says_why(
     said = rf"^torchlml: installing without the compiled kernel \(pure PyTorch will be used\): {why}"
     assert re.search(said, result.stderr, re.MULTILINE)
     assert re.match(why, reason.read_text())
-    assert not old.exists()  # it would not match these sources
+    assert not old.exists()  # an old library would not match these sources
 
 
-# The hooks that pip calls, in its order, each in a new process.
+# The build hooks in the order in which pip calls them. Each runs in a new process.
 HOOKS = {
     "wheel": ("prepare_metadata_for_build_wheel", "build_wheel"),
     "editable": ("prepare_metadata_for_build_editable", "build_editable"),
@@ -237,7 +239,7 @@ def test_an_installation_compiles_every_file_once(checkout: Path, tmp_path: Path
     assert len(calls.read_text().splitlines()) == levels + others + 1  # plus one linker call
 
 
-def test_a_wheel_without_the_kernel_is_for_every_machine_and_says_why(checkout: Path) -> None:
+def test_a_wheel_without_the_kernel_is_platform_independent_and_states_why(checkout: Path) -> None:
     (checkout / "out").mkdir()
     wheel = run_hooks(checkout, "wheel", TORCHLML_NO_NATIVE="1")
     assert wheel.endswith("-py3-none-any.whl")
@@ -260,10 +262,10 @@ def test_setuptools_too_old(checkout: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def setup() -> ModuleType:
-    """setup.py as a module that builds nothing."""
+    """setup.py, imported as a module without building anything."""
     path = ROOT / "setup.py"
     if not path.exists():
-        pytest.skip("not a checkout")
+        pytest.skip("the tests do not run in a source checkout")
     spec = importlib.util.spec_from_file_location("setup_of_torchlml", path)
     assert spec is not None
     assert spec.loader is not None
@@ -280,13 +282,13 @@ def pretend_torch(site: Path, version: str) -> Path:
     return home
 
 
-def test_torch_is_found_where_it_cannot_be_imported(setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_found_even_if_it_cannot_be_imported(setup, monkeypatch: pytest.MonkeyPatch) -> None:
     # As in pip's build isolation: the interpreter is the same, but its packages are not visible.
     monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
     assert setup.torch_home() == Path(torch.__file__).parent
 
 
-def test_torch_is_found_from_an_interpreter_of_the_builds_own(
+def test_torch_is_found_if_the_build_has_its_own_interpreter(
     setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
@@ -319,7 +321,7 @@ def test_windows_needs_clang_cl(setup, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="clang is not installed")
 @pytest.mark.parametrize("level", ["", "x86-64-v3", "x86-64-v4"])
-def test_clang_for_windows_takes_the_flags(setup, tmp_path: Path, level: str) -> None:
+def test_clang_for_windows_accepts_the_flags(setup, tmp_path: Path, level: str) -> None:
     # Without the Windows headers, only a file without includes can be compiled.
     source = tmp_path / "vectors.cpp"
     source.write_text(VECTORS)

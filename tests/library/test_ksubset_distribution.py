@@ -1,4 +1,4 @@
-"""KSubset as a torch.distributions class: shapes, samples, derivatives and errors."""
+"""`KSubset` as a subclass of `torch.distributions.Distribution`: shapes, samples, derivatives and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INF = math.inf
 
 @pytest.fixture(autouse=True)
 def _validation():
-    """Enable argument validation even after a test has compiled code, which disables it for the process."""
+    """Enable argument validation again after each test, because compiling code disables it."""
     yield
     Distribution.set_default_validate_args(True)
 
@@ -46,7 +46,7 @@ def test_shapes(batch, samples):
     assert kl_divergence(d, d).shape == batch
 
 
-def test_a_k_for_every_row_is_as_many_distributions():
+def test_one_k_per_row_matches_separate_distributions():
     x, k = logits(2, 3, 7), torch.tensor([[0, 1, 2], [4, 6, 7]])
     d = KSubset(k, logits=x)
     sets = d.sample((6,))
@@ -104,7 +104,7 @@ def test_support():
     assert support.check(value.bool()).tolist() == [True, True]
 
 
-def test_the_support_is_every_set_once():
+def test_the_support_contains_every_set_once():
     d = KSubset(3, logits=logits(6))
     sets = d.enumerate_support()
     assert len(sets.unique(dim=0)) == len(sets) == math.comb(6, 3)
@@ -126,7 +126,7 @@ def test_the_mode_is_the_most_probable_set():
 
 
 @pytest.mark.parametrize(("n", "k", "scale"), [(6, 3, 1.0), (6, 1, 2.0), (7, 5, 0.5), (5, 2, 6.0)])
-def test_samples_have_the_probability_of_their_set(n, k, scale):
+def test_sample_frequencies_match_the_probabilities_of_sets(n, k, scale):
     x, count = logits(n, scale=scale), 20_000
     exact = subsets.enumerate_sets(x, k)
     drawn = KSubset(k, logits=x).sample((count,))
@@ -144,12 +144,12 @@ def test_samples_have_the_probability_of_their_set(n, k, scale):
     assert scipy.stats.chisquare(observed, chances).pvalue > 1e-4
 
 
-# The variances are 8, 46, 80 and 250, which use one to four blocks.
+# The variances of the count are 8, 46, 80 and 250, so samples are drawn in one to four blocks.
 @pytest.mark.parametrize(
     ("n", "k", "scale"), [(100, 10, 1.0), (1000, 50, 0.5), (400, 200, 1.0), (1000, 500, 0.0)]
 )
-def test_samples_of_long_rows_split_as_they_should(n, k, scale):
-    """The number of members in a part of the row has a known distribution."""
+def test_samples_of_long_rows_have_the_right_number_of_members_in_each_part(n, k, scale):
+    """The number of members in a given part of the row has a known distribution."""
     x, count = subsets.long_row(n, scale), 4000
     drawn = KSubset(k, logits=x).sample((count,))
     assert (drawn.sum(-1) == k).all()
@@ -215,7 +215,7 @@ def test_first_and_second_derivatives(name, scale):
     assert torch.autograd.gradgradcheck(FUNCTIONS[name], x, fast_mode=True)
 
 
-# The variances are 0.008 and 40, which use the other methods.
+# The variances of the count are 0.008 and 40, so these problems use other methods than those above.
 @pytest.mark.parametrize(("n", "k", "gap"), [(6, 3, 11.0), (200, 60, 0.0)])
 @pytest.mark.parametrize("name", ["mean", "entropy"])
 def test_derivatives_of_the_other_methods(name, n, k, gap):
@@ -296,7 +296,7 @@ def test_kl_divergence():
     )
 
 
-# At a graph break the compiler reads `.grad` of intermediate tensors.
+# At a graph break, the compiler reads `.grad` of intermediate tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_code_gives_the_same_results():
     x = logits(4, 9).requires_grad_()
@@ -317,7 +317,7 @@ def test_transforms_are_rejected_with_a_reason():
         torch.func.vmap(lambda x: KSubset(2, logits=x, validate_args=False).mean)(logits(3, 5))
 
 
-def test_it_is_public():
+def test_ksubset_is_public():
     assert torchlml.distributions.KSubset is KSubset
 
 

@@ -11,7 +11,7 @@ import torchlml
 from torchlml.metrics import topk_recall
 
 
-def test_the_loss_of_padded_lists_is_the_loss_of_the_multi_hot() -> None:
+def test_padded_lists_and_multi_hot_targets_give_the_same_loss() -> None:
     lists = [[1, 4], [], [0, 2, 3], [5]]
     hot = torch.zeros(4, 6, dtype=torch.bool)
     for i, row in enumerate(lists):
@@ -33,7 +33,7 @@ def test_padding_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(("labels", "shape"), [([], (0, 1)), ([[], []], (2, 1)), ([[3]], (1, 1))])
-def test_there_is_always_a_column(labels: Any, shape: tuple[int, int]) -> None:
+def test_the_target_has_at_least_one_column(labels: Any, shape: tuple[int, int]) -> None:
     target = torchlml.pad_labels(labels)
     assert target.shape == shape
     assert target.dtype == torch.int64

@@ -94,7 +94,7 @@ def test_more_dimensions() -> None:
     torch.testing.assert_close(one, found[0, 0, 0])
 
 
-def test_no_rows_and_no_labels_in_them() -> None:
+def test_no_rows_or_no_labels() -> None:
     tensors = _tensors()
     assert float(_chunked(tensors, torch.full((ROWS,), -100), 3).detach()) == 0
     empty = torchlml.linear_lml_loss(tensors[0][:0], tensors[1], torch.zeros(0, dtype=torch.int64), 3)
@@ -114,7 +114,7 @@ def test_only_some_gradients() -> None:
         torch.testing.assert_close(_chunked([h, w, b], target, 3), _plain([h, w, b], target, 3))
 
 
-def test_gradients_are_not_computed_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_computed_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_linear, "_with_gradients", lambda *a: pytest.fail("gradients were computed"))
     with torch.no_grad():
         _chunked(_tensors(), _target("index"), 3)
@@ -172,7 +172,7 @@ def test_transforms_take_the_unchunked_path() -> None:
 
 @each_reduction
 def test_several_backward_passes_at_once(reduction: str) -> None:
-    """The calls behind `is_grads_batched` and `jacobian(..., vectorize=True)`."""
+    """Test `is_grads_batched=True`, which `jacobian(..., vectorize=True)` also uses."""
     (h, w, b), target = _tensors(), _target("index")
     rows = ROWS if reduction == "none" else 1
     seeds = torch.randn(4, rows, dtype=torch.float64).reshape(4, *([rows] if reduction == "none" else []))
@@ -209,9 +209,9 @@ def test_autocast(reduction: str) -> None:
 @each_reduction
 @pytest.mark.parametrize("autocast", [True, False])
 def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
-    """Gradients that float16 rounds to 0 unless the loss is scaled, as in `GradScaler`."""
+    """Unless the loss is scaled, as `GradScaler` does, float16 rounds these small gradients to 0."""
     rows, labels, scale = 64, 20_000, 2.0**12
-    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels push h the same way
+    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels have similar effects on h
     target = torch.randint(labels, (rows,))
     seed = torch.full((rows,) if reduction == "none" else (), scale / (1 if reduction == "mean" else rows))
     exact = [t.half().double().requires_grad_() for t in (h, w)]
@@ -225,7 +225,7 @@ def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
         assert float((mine.double() - right).norm() / right.norm()) < 2e-3
 
 
-def test_many_chunks_of_bfloat16_lose_nothing() -> None:
+def test_many_bfloat16_chunks_lose_no_accuracy() -> None:
     """The weight's gradient is a sum over chunks, accumulated in float32."""
     h, w = torch.rand(400, 4).bfloat16().requires_grad_(), torch.zeros(6, 4).bfloat16().requires_grad_()
     target = torch.zeros(400, dtype=torch.int64)
@@ -263,7 +263,7 @@ def test_module() -> None:
 @each_form
 @each_reduction
 def test_truncated_entropy(form: str, reduction: str) -> None:
-    """Truncated entropy uses the same chunks."""
+    """The truncated entropy loss is computed in the same chunks of rows as `linear_lml_loss`."""
     tensors, target = _tensors(), _target(form)
     settings: Any = {"reduction": reduction, "weight": torch.rand(LABELS), "label_reduction": "mean"}
     wanted = torchlml.truncated_entropy_loss(F.linear(*tensors), target, 3, **settings)
@@ -343,7 +343,7 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
 @pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch keeps temporaries in addition to the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
-    """Memory stays within 64 MiB plus 10% for every batch size; without chunks it is four times as much."""
+    """Memory stays within 64 MiB plus 10% for both batch sizes. Without chunks, it would grow fourfold."""
     # Run in a new process, so that memory left in the heap by other tests is not counted.
     code = f"""
 import torch, torchlml

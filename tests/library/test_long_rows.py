@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("_threads"),
 ]
 INF, NAN = math.inf, math.nan
-LONG, PIECE = 131_072, 32_768  # `long_row` and `piece_size` of csrc/kernels.h
+LONG, PIECE = 131_072, 32_768  # `long_row` and `piece_size` in csrc/kernels.h
 THREADS = (1, 2, 3, 7)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Around the length at which a row becomes long, around a multiple of the piece size, and far above.
@@ -42,7 +42,7 @@ def logits(n: int, seed: int = 0) -> Tensor:
 
 
 def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
-    """All results that the kernel computes in pieces, for canonical arguments."""
+    """All results that the kernel computes in pieces. The arguments are those of the operators."""
     ops = torch.ops.torchlml
     rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
     place = torch.arange(x.shape[-1]).expand(x.shape)
@@ -160,7 +160,7 @@ def test_threads_for_rows_of_every_kind(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [2, 3, 16])
 def test_a_row_alone_and_in_a_batch(rows: int) -> None:
-    # A few rows are split, and many rows are distributed over the threads.
+    # A few rows are split into pieces, while many rows are distributed over the threads.
     n = LONG + 13
     x = torch.stack([logits(n, seed) for seed in range(rows)]).float()
     k = torch.linspace(1, n - 1, rows, dtype=torch.float64)
@@ -190,7 +190,7 @@ def test_long_rows_among_short_ones() -> None:
             assert_same_bits(got, [y1[0], nu1[:, 0], dx1[0], dk1[0]])
 
 
-# ---------------------------------------------------------------------------------------- the truth
+# ---------------------------------------------------------------------------------------- accuracy
 
 ACCURACY = {torch.float32: 1e-6, torch.float64: 1e-11}
 SOLVED = [kind for kind in KINDS if kind not in ("infinite share", "nan", "all", "none")]
@@ -198,7 +198,7 @@ SOLVED = [kind for kind in KINDS if kind not in ("infinite share", "nan", "all",
 
 @pytest.mark.parametrize("kind", SOLVED)
 @pytest.mark.parametrize("dtype", ACCURACY, ids=str)
-def test_truth(kind: str, dtype: torch.dtype) -> None:
+def test_accuracy(kind: str, dtype: torch.dtype) -> None:
     x, k, mask = row_of(kind, LONG + 3 * PIECE + 11)
     x = x.to(dtype)
     row = truth.solve(x.double().numpy(), k, None if mask is None else mask.tolist())

@@ -1,4 +1,4 @@
-"""Wrong arguments of losses and metrics raise clear errors; arguments of `F.cross_entropy` and lml work."""
+"""Invalid arguments of losses and metrics raise clear errors, and unusual but valid arguments work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ WRONG = {
     "logits are None": (None, Y, {}, TypeError, ["`logits`", "NoneType", "Tensor"]),
     "logits are sparse": (X.to_sparse(), Y, {}, TypeError, ["`logits`", "sparse_coo", "dense"]),
     "target is a list": (X, [0, 1, 2], {}, TypeError, ["`target`", "list", "padded", "multi-hot"]),
-    "target is lists": (X, [[0], [1, 2], []], {}, TypeError, ["`target`", "list", "padded", "multi-hot"]),
+    "target is a list of lists": (
+        X,
+        [[0], [1, 2], []],
+        {},
+        TypeError,
+        ["`target`", "list", "padded", "multi-hot"],
+    ),
     "target is None": (X, None, {}, TypeError, ["`target`", "NoneType", "Tensor"]),
     "target is an array": (X, np.zeros(3, int), {}, TypeError, ["`target`", "ndarray", "Tensor"]),
     "mask is a list": (X, Y, {"mask": [True] * 6}, TypeError, ["`mask`", "list", "bool tensor"]),
@@ -49,7 +55,7 @@ def test_wrong_arguments(loss, case):
 
 
 @multi_label
-def test_wrong_multi_hots_and_packed_rows(loss):
+def test_wrong_multi_hots_and_ragged_batches(loss):
     for call, error, words in (
         (lambda: loss(X, X + math.nan, 2), ValueError, ["`target`", "NaN"]),
         (lambda: loss(X, (X == 0).to_sparse(), 2), TypeError, ["`target`", "dense"]),
@@ -80,13 +86,13 @@ def test_settings_of_the_wrong_type():
         torchlml.lml_loss(X, Y, 2, label_reduction="none")
 
 
-def test_a_number_k_on_another_device_is_rejected():
+def test_a_scalar_k_on_another_device_is_rejected():
     with pytest.raises(ValueError, match="`k` must be on the device of `logits`, cpu, but it is on meta"):
         torchlml.lml_loss(X, Y, torch.tensor(2.0, device=META))
 
 
 @every
-def test_losses_without_data_have_shapes(loss):
+def test_losses_on_the_meta_device_have_the_right_shapes(loss):
     x = torch.zeros(3, 6, device=META, requires_grad=True)
     weight, mask = torch.ones(6, device=META), torch.ones(6, device=META, dtype=torch.bool)
     value = loss(x, Y.to(META), 2, weight=weight, mask=mask, reduction="none")
@@ -127,7 +133,7 @@ def test_bytes_are_class_indices(loss):
     assert torch.equal(loss(x, y.byte(), 2, ignore_index=255), expected)
 
 
-def test_k_may_have_the_dimension_that_keepdim_keeps():
+def test_k_may_have_a_trailing_dimension_as_with_keepdim():
     x, k = torch.randn(3, 6), torch.tensor([1.0, 2.5, 4.0])
     assert torch.equal(torchlml.lml_loss(x, Y, k[:, None]), torchlml.lml_loss(x, Y, k))
 
@@ -209,10 +215,11 @@ def test_compiled_autograd():
 
 
 def hugging_face_loss(outputs, labels, num_items_in_batch=None):
-    """For `Trainer(compute_loss_func=...)`: the mean over all rows of a step, for any split into parts.
+    """Mean loss over all rows of a training step, for `Trainer(compute_loss_func=...)`.
 
-    The Trainer adds up the results for the parts of a step. It counts all label entries that are not -100:
-    the number of rows for one label per row, and n times the number of rows for a multi-hot target.
+    With gradient accumulation, the Trainer adds up the results for the batches of a step. Its
+    `num_items_in_batch` is the number of label entries in the whole step that are not -100. This is the
+    number of rows if there is one label per row, or n times the number of rows if the target is multi-hot.
     """
     total = torchlml.lml_loss(outputs["logits"], labels, k=2, reduction="sum")
     if num_items_in_batch is None:  # evaluation, one batch at a time
@@ -222,7 +229,7 @@ def hugging_face_loss(outputs, labels, num_items_in_batch=None):
 
 
 @pytest.mark.parametrize("hot", [False, True])
-def test_accumulating_gradients_is_the_mean_over_the_whole_step(hot):
+def test_gradient_accumulation_gives_the_mean_over_the_whole_step(hot):
     x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(6, (12,))
     y = F.one_hot(y, 6).double() if hot else y.index_fill(0, torch.tensor([1, 9]), -100)
     items = (y != -100).sum()

@@ -1,4 +1,4 @@
-"""The losses compared with their definitions: all subsets for the SVMs, one row at a time for the others."""
+"""The losses compared with their definitions: sums over all subsets for the SVMs, loops for the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plain_truncated_entropy(f, labels, k, available=None):
 
 
 @pytest.mark.parametrize("tau", [0.01, 0.3, 1.0, 100.0])
-def test_smooth_svm_is_its_definition_over_all_subsets(tau):
+def test_smooth_svm_matches_its_definition_over_all_subsets(tau):
     for n in range(2, 10):
         for k in range(1, n):
             s = torch.randn(2, n, dtype=torch.float64) * 2
@@ -74,7 +74,7 @@ def test_smooth_svm_with_infinite_logits_has_no_nan_in_its_gradient(k):
 
 @pytest.mark.parametrize("k", [1, 5, 100, 500, 900, 999])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_smooth_svm_of_a_thousand_classes_is_its_sum_class_by_class(k, dtype):
+def test_smooth_svm_of_a_thousand_classes_matches_a_loop_over_classes(k, dtype):
     s, y = torch.randn(4, 1000, dtype=dtype) * 3, torch.randint(1000, (4,))
     results = []
     for function in (torchlml.smooth_topk_svm_loss, summed_smooth_svm):
@@ -87,7 +87,7 @@ def test_smooth_svm_of_a_thousand_classes_is_its_sum_class_by_class(k, dtype):
 
 
 def summed_smooth_svm(s, y, k, reduction):
-    """The loss from P[S = k] / P[S = k - 1] of independent coin flips, added one at a time."""
+    """The loss from P[S = k] / P[S = k - 1] for a sum S of Bernoulli variables, added one class at a time."""
     x = s.double() / k
     own, others = x.gather(1, y[:, None])[:, 0], x.scatter(1, y[:, None], -math.inf)
     nu = torchlml.lml_dual(others.detach(), k - 0.5)[:, None]
@@ -111,7 +111,7 @@ def exact_log_ratio(x, k):
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e3, 1e5])
-def test_the_ratio_of_symmetric_polynomials_against_many_digits(scale):
+def test_the_ratio_of_symmetric_polynomials_matches_200_digits(scale):
     x = torch.randn(60, dtype=torch.float64) * scale
     for k in (1, 2, 30, 58, 59, 60):
         found = log_ratio(x[None], k)
@@ -121,7 +121,7 @@ def test_the_ratio_of_symmetric_polynomials_against_many_digits(scale):
 @pytest.mark.parametrize("tau", [0.01, 0.1, 1.0, 10.0, 100.0])
 @pytest.mark.parametrize("size", [1.0, 30.0, 1e3])
 @pytest.mark.parametrize("k", [1, 5, 50, 98, 99])
-def test_smooth_svm_in_float32_is_its_float64_self(tau, size, k):
+def test_smooth_svm_in_float32_matches_float64(tau, size, k):
     s = torch.randn(8, 100) * size
     y = torch.randint(100, (8,))
     results = []
@@ -136,7 +136,7 @@ def test_smooth_svm_in_float32_is_its_float64_self(tau, size, k):
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8])
-def test_hard_svm_is_its_definition(k):
+def test_hard_svm_matches_its_definition(k):
     s, y = torch.randn(50, 9, dtype=torch.float64) * 3, torch.randint(9, (50,))
     loss = torchlml.topk_svm_loss(s, y, k, alpha=0.8, reduction="none")
     expected = [plain_hard_svm(row, label, k, 0.8) for row, label in zip(s.tolist(), y.tolist(), strict=True)]
@@ -164,7 +164,7 @@ def test_truncated_entropy_at_every_rank_of_the_label(k):
         loss = torchlml.truncated_entropy_loss(f, torch.tensor(label), k)
         expected = plain_truncated_entropy(f.tolist(), {label}, k)
         assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
-        # Beyond rank k the loss is at least log 2. Dropping k competitors instead of k - 1 would give less.
+        # Beyond rank k, the loss is at least log 2. Dropping k competitors instead of k - 1 would give less.
         if 10 - label > k:
             assert loss.item() > math.log(2)
 
@@ -180,14 +180,14 @@ def test_truncated_entropy_with_any_number_of_labels(k):
         assert loss[i].item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
-def test_truncated_entropy_with_one_guess_is_cross_entropy():
+def test_truncated_entropy_with_k_of_1_is_cross_entropy():
     f, y = torch.randn(30, 50, dtype=torch.float64) * 30, torch.randint(50, (30,))
     torch.testing.assert_close(
         torchlml.truncated_entropy_loss(f, y, 1), F.cross_entropy(f, y), rtol=1e-13, atol=0
     )
 
 
-def test_truncated_entropy_with_ties_drops_as_many_as_it_should():
+def test_truncated_entropy_with_ties_drops_the_right_number():
     f = torch.zeros(1, 8, dtype=torch.float64, requires_grad=True)
     loss = torchlml.truncated_entropy_loss(f, torch.tensor([3]), 3)
     assert loss.item() == pytest.approx(math.log(1 + 5), rel=1e-14)
@@ -210,7 +210,7 @@ def test_truncated_entropy_of_many_classes_with_wide_gaps_is_finite():
 
 
 @pytest.mark.parametrize("k", [1, 5, 17.5, 99])
-def test_lml_loss_and_gradient_are_those_of_the_exact_projection(k):
+def test_lml_loss_and_gradient_match_the_exact_projection(k):
     x = torch.randn(6, 100, dtype=torch.float64) * 5
     observed = torch.rand(6, 100) < 0.05
     observed[:, 3] = True
@@ -230,7 +230,7 @@ def test_lml_loss_and_gradient_are_those_of_the_exact_projection(k):
     torch.testing.assert_close(results[torch.float32], exact, rtol=3e-6, atol=2e-6)
 
 
-def test_a_label_that_is_wrong_by_40_logits_keeps_its_gradient():
+def test_a_label_that_trails_by_40_keeps_its_gradient():
     x = torch.zeros(100)
     x[:5] = 40
     x.requires_grad_()

@@ -72,7 +72,7 @@ def test_derivatives_of_the_lml_loss_in_special_rows():
         [
             [inf, inf, inf, 0.0, 1.0],  # three tie for two positions
             [inf, 0.0, 1.0, 2.0, -inf],  # one is certain, one is absent
-            [1.0, -inf, -inf, 2.0, -inf],  # no freedom is left
+            [1.0, -inf, -inf, 2.0, -inf],  # only k entries are not -inf
         ],
         dtype=torch.float64,
         requires_grad=True,
@@ -123,8 +123,8 @@ def test_ragged_rows_under_torch_func(loss):
 
 
 @every
-def test_a_compiled_loss_is_the_loss(loss):
-    # The full forward and backward graph is captured. Code generation is torch's responsibility, and slow.
+def test_a_compiled_loss_matches_the_eager_loss(loss):
+    # This backend captures the forward and backward graphs but skips code generation, which is slow.
     compiled = compile_loss(loss, "aot_eager")
     for shape in ((4, 9), (5, 9)):
         target = torch.randint(9, shape[:1])
@@ -133,13 +133,13 @@ def test_a_compiled_loss_is_the_loss(loss):
 
 
 @multi_label
-def test_a_compiled_ragged_loss_is_the_loss(loss):
+def test_a_compiled_ragged_loss_matches_the_eager_loss(loss):
     offsets, target = torch.tensor([0, 8, 20]), torch.tensor([1, 2, 11])
     compiled = compile_loss(loss, "aot_eager")
     assert_same_compiled(compiled, loss, torch.randn(20), target=target, offsets=offsets)
 
 
-def test_the_lml_loss_compiles_to_code():
+def test_the_lml_loss_compiles_with_inductor():
     compiled = compile_loss(torchlml.lml_loss, "inductor")
     assert_same_compiled(compiled, torchlml.lml_loss, torch.randn(4, 9), target=LABELS)
 

@@ -24,7 +24,7 @@ every = pytest.mark.parametrize(
 
 
 @every
-def test_a_module_is_its_function(module, function, settings):
+def test_a_module_matches_its_function(module, function, settings):
     x, y, mask = torch.randn(5, 8), torch.tensor([0, 1, 2, -1, 4]), torch.arange(8) < 7
     settings = {**settings, "weight": torch.rand(8), "ignore_index": -1, "reduction": "none"}
     loss = module(3, **settings)

@@ -1,4 +1,4 @@
-"""The operators behind the LML loss, compared with float64 for all forms of labels, rows and dtypes."""
+"""The operators behind the LML loss, compared with float64 results for all formats of labels and dtypes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def call(name: str, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_are_right(form: str, masked: bool, packed: bool, dtype: torch.dtype) -> None:
+def test_random_rows_are_accurate(form: str, masked: bool, packed: bool, dtype: torch.dtype) -> None:
     for lengths in ([37] * 6, [300] * 4) if not packed else ([5, 9, 0, 1, 130, 40, 64],):
         loss_rows.check(call, batch(draw(form, lengths, dtype, masked), form, packed))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_problems_are_right(dtype: torch.dtype) -> None:
+def test_difficult_rows_are_accurate(dtype: torch.dtype) -> None:
     rows = []
     for problem in SHORT:
         x = problem.row(dtype)
@@ -60,7 +60,7 @@ def test_special_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_a_label_beyond_its_row_raises(dtype: torch.dtype) -> None:
+def test_a_label_beyond_its_row_gives_nan(dtype: torch.dtype) -> None:
     x, k = torch.randn(2, 6, dtype=dtype), torch.tensor(2.0, dtype=torch.float64)
     labels = torch.tensor([[6], [5]])
     loss, nu = operators.loss_forward(x, k, None, None, labels, None, None)
@@ -82,7 +82,7 @@ def test_a_row_without_labels_is_ignored(labels: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
-def test_no_rows_and_no_entries(shape: tuple[int, int]) -> None:
+def test_no_rows_or_no_entries(shape: tuple[int, int]) -> None:
     x, k, labels = torch.empty(shape), torch.tensor(0.0).double(), torch.full((shape[0], 1), -1)
     for function in (operators.loss_forward, fast.loss_forward):
         loss, nu = function(x, k, None, None, labels, None, None)

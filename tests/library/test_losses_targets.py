@@ -1,4 +1,4 @@
-"""All forms of targets, and invariances of the result."""
+"""All formats of targets, and invariances of the losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def same(a, b, tolerance=1e-12):
 
 
 @multi_label
-def test_one_class_a_list_of_one_and_a_multi_hot_are_the_same(loss):
+def test_an_index_a_list_of_one_and_a_multi_hot_are_equivalent(loss):
     x, y = torch.randn(6, 20, dtype=torch.float64), torch.randint(20, (6,))
     expected = value_and_grad(loss, x, y, 4)
     same(value_and_grad(loss, x, y[:, None], 4), expected)
@@ -129,7 +129,7 @@ def test_label_weights_and_class_weights_multiply(loss):
     observed = torch.rand(5, 8) < 0.4
     weights = torch.rand(5, 8, dtype=torch.float64) * observed
     by_class = torch.rand(8, dtype=torch.float64)
-    # The loss is a sum over labels of the same row, so it is linear in the weights.
+    # The loss of a row is a sum over its labels, so it is linear in the weights.
     single = torch.zeros(5, 8, dtype=torch.float64)
     for i, j in observed.nonzero().tolist():
         only = (observed[i].double() * 1e-300).index_fill(0, torch.tensor(j), 1)
@@ -146,7 +146,7 @@ def test_a_label_of_weight_zero_does_not_compete_with_the_others():
 
 
 @multi_label
-def test_ragged_rows_are_dense_rows(loss):
+def test_ragged_rows_give_the_same_loss_as_dense_rows(loss):
     lengths = [5, 0, 12, 1, 30]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     values = torch.randn(48, dtype=torch.float64) * 3
@@ -180,7 +180,7 @@ def _padded(values, observed):
 
 
 @every
-def test_masked_entries_do_not_exist(loss):
+def test_masked_entries_have_no_effect(loss):
     x, y = torch.randn(6, 10, dtype=torch.float64), torch.randint(5, (6,))
     wide = torch.cat([x, torch.full((6, 3), 50.0, dtype=torch.float64)], 1)
     wide[0, 10] = math.nan
@@ -203,7 +203,7 @@ def test_a_row_with_fewer_than_k_entries_has_zero_loss(loss):
 
 
 @every
-def test_a_nan_makes_its_row_nan_and_no_other(loss):
+def test_a_nan_affects_only_its_own_row(loss):
     x, y = torch.randn(3, 9, dtype=torch.float64), torch.tensor([1, 2, 3])
     clean = loss(x, y, 3, reduction="none")
     x[1, 7] = math.nan
@@ -354,7 +354,7 @@ def test_settings_of_the_svms_are_checked():
 
 
 @pytest.mark.parametrize("bound", ["at_most", "at_least"])
-def test_a_bound_on_the_sum_reaches_the_loss_in_every_form(bound):
+def test_bound_applies_to_every_format_of_target(bound):
     x, y = torch.randn(6, 9, dtype=torch.float64) * 2, torch.randint(9, (6,))
     observed = F.one_hot(y, 9).bool()
     expected = -torchlml.log_lml(x, 4, bound=bound)[observed]

@@ -1,4 +1,4 @@
-"""The metrics agree with napkinXC, and so with the extreme classification repository, on real labels."""
+"""The metrics agree with napkinXC, and thus with the Extreme Classification Repository, on real labels."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from torchlml.metrics import (
 )
 
 napkinxc = pytest.importorskip("napkinxc.metrics", reason="napkinXC is not installed")
-pytestmark = pytest.mark.skipif(
-    "TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data"
-)
+pytestmark = pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA is not set")
 K, KS = 20, (1, 3, 5, 20)
 
 
 @pytest.fixture(scope="module")
 def delicious():
-    """The labels of delicious as multi-hot matrices, and noisy scores for the test rows."""
+    """The labels of the Delicious dataset as multi-hot matrices, and noisy scores for its test samples."""
     folder = Path(os.environ["TORCHLML_DATA"]) / "multilabel"
     train, test = (
         MultiLabelBinarizer(classes=range(983)).fit_transform(
@@ -37,7 +35,7 @@ def delicious():
         for part in ("train", "test")
     )
     test = test[:800]
-    test[::50] = 0  # rows without labels
+    test[::50] = 0  # samples without labels
     noise = np.random.default_rng(0).normal(size=test.shape)
     return train, test, np.log1p(train.sum(0)) + 2 * test + noise
 
@@ -51,7 +49,7 @@ def test_precision_and_ndcg(delicious):
     preds, target = torch.from_numpy(scores), torch.from_numpy(test).bool()
     assert_same(topk_precision(preds, target, KS), napkinxc.precision_at_k(test, scores, k=K), "precision")
     assert_same(topk_ndcg(preds, target, KS), napkinxc.ndcg_at_k(test, scores, k=K), "ndcg")
-    # Recall ignores rows without labels.
+    # Recall ignores samples without labels.
     some = test.any(1)
     assert_same(topk_recall(preds, target, KS), napkinxc.recall_at_k(test[some], scores[some], k=K), "recall")
 

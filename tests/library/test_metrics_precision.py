@@ -1,4 +1,4 @@
-"""Metrics count correctly for every precision of their model, and across processes without samples."""
+"""Metrics count correctly in models of any precision, and when a distributed process has no samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_recall_in_a_model_of_half_precision(move):
+def test_recall_in_a_half_precision_model(move):
     recall, graphs = TopKRecall(1), SceneGraphRecall(2)
     model = nn.Sequential(nn.Linear(2, 2), recall, graphs)
     MOVES[move](model)
@@ -53,14 +53,14 @@ def process(rank, folder):
     recall = SceneGraphRecall(2, mean=True)
     if rank == 0:
         recall.update([EXAMPLE[0]], [EXAMPLE[1]])
-        # The functional form does not communicate: otherwise it would block here.
+        # The functional form does not communicate. If it did, it would block here.
         assert scene_graph_recall([EXAMPLE[0]], [EXAMPLE[1]], 2, mean=True) == 0.5
     recall._update_count = 1
     Path(folder, str(rank)).write_text(str(recall.compute().item()))
     torch.distributed.destroy_process_group()
 
 
-def test_a_process_that_saw_no_image():
+def test_a_process_without_images():
     with tempfile.TemporaryDirectory() as folder:
         processes = [fork(process, rank, folder) for rank in range(2)]
         for each in processes:
@@ -69,7 +69,7 @@ def test_a_process_that_saw_no_image():
         assert [Path(folder, str(rank)).read_text() for rank in range(2)] == ["0.5", "0.5"]
 
 
-def test_the_functions_are_the_classes():
+def test_functions_and_classes_agree():
     scores, labels = torch.randn(20, 9), torch.randint(9, (20,))
     recall = TopKRecall((1, 3))
     recall.update(preds=scores, target=labels)

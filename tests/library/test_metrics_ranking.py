@@ -56,7 +56,7 @@ def psp_of(preds, target, k, **settings):
     return propensity_scored_precision(preds, target, PROPENSITIES, k, **settings)
 
 
-# The value for one ranking, the class and the function.
+# name -> the definition for one ranking, the metric class and the function
 METRICS: dict[str, Any] = {
     "recall": (recall, TopKRecall, topk_recall),
     "precision": (precision, TopKPrecision, topk_precision),
@@ -67,7 +67,7 @@ every = pytest.mark.parametrize("name", METRICS)
 
 
 def truth(measure, scores, observed, mask, k):
-    """The ratio of two sums over rows; each term is a mean over all orders with non-increasing scores."""
+    """The ratio of two sums over rows, in which ties are averaged over all possible rankings."""
     found = possible = 0.0
     for row, labels, available in zip(scores.tolist(), observed, mask, strict=True):
         entries = available.nonzero().flatten().tolist()
@@ -92,7 +92,7 @@ def random_rows(ties):
 
 @every
 @pytest.mark.parametrize("ties", [False, True])
-def test_every_form_of_target_has_the_value_of_the_definition(name, ties):
+def test_every_format_of_target_matches_the_definition(name, ties):
     measure, _, function = METRICS[name]
     scores, observed, mask = random_rows(ties)
     lists = torch.where(observed, torch.arange(N), -100)
@@ -127,7 +127,7 @@ def test_every_form_of_target_has_the_value_of_the_definition(name, ties):
 
 
 @every
-def test_a_nan_is_the_lowest_of_the_scores_that_are_there(name):
+def test_a_nan_ranks_below_all_other_available_scores(name):
     measure, _, function = METRICS[name]
     scores, observed, mask = random_rows(ties=True)
     low = scores.masked_fill(scores == 0, -math.inf)
@@ -151,7 +151,7 @@ def test_one_class_index_per_row(name):
 
 @every
 def test_ragged_rows_of_any_length(name):
-    """A row of a ragged batch equals a dense row with the other classes masked."""
+    """A row of a ragged batch gives the same result as a dense row in which all other classes are masked."""
     measure, _, function = METRICS[name]
     lengths = torch.tensor([4, 0, 1, 6, 3])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -168,7 +168,7 @@ def test_ragged_rows_of_any_length(name):
 
 
 @every
-def test_batches_add_up_to_the_function_of_all_rows(name):
+def test_accumulated_batches_match_the_function_on_all_rows(name):
     _, make, function = METRICS[name]
     scores, observed, mask = random_rows(ties=True)
     metric = make((1, 3))
@@ -183,7 +183,7 @@ def test_batches_add_up_to_the_function_of_all_rows(name):
 
 
 @every
-def test_in_a_model_of_half_precision(name):
+def test_metrics_in_a_half_precision_model(name):
     _, make, function = METRICS[name]
     scores, observed, _ = random_rows(ties=False)
     metric = make(2)
@@ -198,7 +198,7 @@ def test_in_a_model_of_half_precision(name):
 
 
 @every
-def test_no_rows_and_no_columns(name):
+def test_no_rows_no_labels_or_no_columns(name):
     _, _, function = METRICS[name]
     assert function(torch.zeros(0, N), torch.zeros(0, N, dtype=torch.bool), 2).isnan()
     assert function(torch.zeros(2, N), torch.full((2, 3), -100), 2).item() == pytest.approx(
@@ -217,7 +217,7 @@ def test_equal_propensities_give_precision_relative_to_the_best():
         torch.testing.assert_close(found, (topk_precision(scores, observed, k) / best).float())
 
 
-def test_propensities_are_those_of_the_published_model():
+def test_propensities_match_the_published_model():
     counts, rows = torch.tensor([0, 1, 40, 900]), 1000
     for a, b in ((0.55, 1.5), (0.6, 2.6), (0.5, 0.4)):
         c = (math.log(rows) - 1) * (b + 1) ** a

@@ -62,7 +62,7 @@ def plain_recall(images, k, constrained, mean):
 
 
 def random_image(generator, predicates=5, detected=True):
-    """An image with overlapping and repeated boxes, several relations per pair, and sometimes none at all."""
+    """An image with overlapping and repeated boxes, and several relations per pair or no relations at all."""
 
     def draw(high, *shape):
         return torch.randint(high, shape, generator=generator)
@@ -94,7 +94,7 @@ def images():
 
 @pytest.mark.parametrize("constrained", [True, False])
 @pytest.mark.parametrize("mean", [True, False])
-def test_recall_is_its_definition_on_random_scene_graphs(images, constrained, mean):
+def test_recall_matches_its_definition_on_random_scene_graphs(images, constrained, mean):
     assert any(len(true["relations"]) == 0 for _, true in images)
     assert any(len(predicted["pairs"]) == 0 for predicted, _ in images)
     ks = (1, 5, 20, 100)
@@ -126,7 +126,7 @@ def recall_of(predicted, true, k, **settings):
     return recall.compute().item()
 
 
-def test_several_relations_on_a_pair_need_the_constraint_lifted():
+def test_several_relations_of_a_pair_are_found_only_without_the_constraint():
     assert recall_of(*EXAMPLE, 2) == 0.5
     assert recall_of(*EXAMPLE, 2, constrained=False) == 1
     assert recall_of(*EXAMPLE, 1, constrained=False) == 0.5
@@ -197,7 +197,7 @@ def test_wrong_images_raise(words, changes, true_changes):
     assert str(caught.value).endswith(".")
 
 
-def test_batches_must_fit_together():
+def test_inconsistent_batches_raise():
     with pytest.raises(ValueError, match="one entry per image"):
         SceneGraphRecall(5).update([EXAMPLE[0]], [])
     recall = SceneGraphRecall(5, mean=True)

@@ -13,9 +13,9 @@ from torchlml.metrics import SceneGraphRecall, TopKRecall
 
 
 def plain_recall(rows, k):
-    """The mean over rows of |Y and P| / |Y|, averaged over all ways to break ties at random.
+    """The mean over rows of |Y ∩ P| / |Y| for labels Y and top-k predictions P.
 
-    `rows` is a list of (scores, available, labels).
+    It is averaged over all ways to break ties. `rows` is a list of (scores, available, labels).
     """
     recalls = []
     for scores, available, labels in rows:
@@ -43,7 +43,7 @@ def as_plain(scores, observed, mask=None):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 9, 20])
-def test_recall_is_its_definition_in_every_form(ties, k):
+def test_recall_matches_its_definition_for_every_format(ties, k):
     scores, observed = random_rows(30, 9, ties)
     mask = (torch.rand(30, 9) < 0.7) | observed
     lists = torch.where(observed, torch.arange(9), -100)
@@ -78,7 +78,7 @@ def test_ragged_rows_of_any_length():
         assert recall.compute()[f"recall@{k}"].item() == pytest.approx(plain_recall(rows, k), abs=1e-6)
 
 
-def test_with_one_label_it_is_top_k_accuracy():
+def test_recall_with_one_label_is_top_k_accuracy():
     scores, labels = torch.randn(200, 10), torch.randint(10, (200,))
     labels[:20] = -100
     recall = TopKRecall(k=(1, 5))
@@ -99,7 +99,7 @@ def test_one_k_gives_a_tensor_and_several_a_dict():
         TopKRecall()
 
 
-def test_batches_add_up_and_reset_forgets():
+def test_batches_accumulate_and_reset_clears_them():
     scores, observed = random_rows(40, 8, ties=True)
     whole, parts = TopKRecall(3), TopKRecall(3)
     whole.update(scores, observed)
@@ -111,7 +111,7 @@ def test_batches_add_up_and_reset_forgets():
     assert parts.compute().item() == pytest.approx(3 / 8)
 
 
-def test_a_constant_model_has_the_recall_of_chance_in_any_order():
+def test_a_constant_model_has_chance_recall_for_every_label():
     for label in range(10):
         recall = TopKRecall(3)
         recall.update(torch.zeros(1, 10), torch.tensor([label]))
@@ -138,7 +138,7 @@ def test_a_wrong_k_is_rejected(k):
 
 
 @pytest.mark.parametrize("metric", [TopKRecall(k=1), SceneGraphRecall(k=1)])
-def test_processes_add_up(metric):
+def test_states_are_summed_across_processes(metric):
     assert {reduction.__name__ for reduction in metric._reductions.values()} == {"dim_zero_sum"}
 
 

@@ -1,4 +1,4 @@
-"""Nested tensors with the layout `torch.jagged`: the projection, the losses and the metrics, row by row."""
+"""Nested tensors with the layout `torch.jagged`: the projection, losses and metrics, checked row by row."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ragged_labels(name: str) -> None:
     rows, k = ragged_rows(), torch.tensor([1.0, 2.5, 2.0], dtype=torch.float64)
     x, ks = jagged(rows, requires_grad=True), k.clone().requires_grad_()
     y = getattr(torchlml, name)(x, ks)
-    # Arithmetic with the inputs works, because the offsets are the same.
+    # y has the offsets of x, so that arithmetic with both works.
     g = torch.randn(sum(LENGTHS), dtype=torch.float64)
     (y * ragged_like(x, g) + 0 * x).sum().backward()
     assert x.grad is not None
@@ -64,8 +64,8 @@ def test_mask_layer_and_dual() -> None:
 
 
 @pytest.mark.parametrize("dim", [-1, 1])
-def test_dense_labels_of_ragged_many_rows(dim: int) -> None:
-    """(B, j, n) along its last dimension, and transposed, (B, n, j), along the second to last."""
+def test_dense_labels_with_a_ragged_number_of_rows(dim: int) -> None:
+    """Shape (B, j, n) along the last dimension, and (B, n, j) along the second to last, with a ragged j."""
     parts = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)]
     k = torch.tensor([1.0, 2.0, 1.5, 3.0, 0.5], dtype=torch.float64)
     x = jagged(parts, requires_grad=True)
@@ -84,7 +84,7 @@ def test_dense_labels_of_ragged_many_rows(dim: int) -> None:
     assert x.grad.shape == x.shape
 
 
-# Label 1 of the first row, labels 0 and 6 of the second, none of the third, in all forms of targets.
+# Label 1 in the first row, labels 0 and 6 in the second, and none in the third, in all formats of targets.
 HOT = [[False, True, False], [True, *[False] * 5, True], [False] * 5]
 TARGETS: dict[str, Callable[[Any], Any]] = {
     "multi-hot": lambda x: jagged([torch.tensor(row) for row in HOT]),
@@ -123,7 +123,7 @@ def test_losses_of_ragged_labels(target: str) -> None:
 
 
 def test_losses_of_dense_labels() -> None:
-    """All losses of (B, j, n), whose values are ordinary rows of classes."""
+    """All losses accept shape (B, j, n) with a ragged j, because all rows have the same n classes."""
     x = jagged([torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)], requires_grad=True)
     target = torch.tensor([0, 3, -100, 1, 2])
     weight = torch.rand(4, dtype=torch.float64)
@@ -178,13 +178,13 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torchlml.lml(X, jagged([torch.ones(1), torch.ones(1)])),
         "`k` must be one number for each row",
     ),
-    "k of dense rows": (lambda: torchlml.lml(torch.randn(2, 4), X), "`k` must be a dense tensor"),
+    "nested k, dense x": (lambda: torchlml.lml(torch.randn(2, 4), X), "`k` must be a dense tensor"),
     "mask": (lambda: torchlml.lml(X, 1, mask=OTHER), "`mask` must be ragged like `x`"),
     "dense mask": (
         lambda: torchlml.lml(X, 1, mask=torch.ones(2, 1).bool()),
         "`mask` must be a nested tensor",
     ),
-    "mask of dense rows": (
+    "nested mask, dense x": (
         lambda: torchlml.lml(torch.randn(2, 4), 1, mask=OTHER),
         "`mask` must be a dense tensor, but it is nested",
     ),

@@ -1,4 +1,4 @@
-"""`torch.onnx.export`: models with the projection, run by onnxruntime with standard operators only."""
+"""Models exported by `torch.onnx.export` consist of standard operators and run in onnxruntime."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torchlml._torch import careful
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 INF, NAN = math.inf, math.nan
-# Warnings of torch's exporter about its own internals.
+# Warnings from PyTorch's exporter about its own internals.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 Session = Callable[..., list[NDArray[Any]]]
 
 
 class Everything(nn.Module):
-    """All exportable functions, with k and the mask as inputs."""
+    """A model that calls all exportable functions, with k and the mask as inputs."""
 
     def forward(self, x: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         return (
@@ -72,10 +72,10 @@ def nodes(graph: Any) -> Iterable[Any]:
             yield from nodes(attribute.g)
 
 
-def test_standard_operators_alone(everything: Any) -> None:
+def test_only_standard_operators(everything: Any) -> None:
     assert {node.domain for node in nodes(everything.graph)} == {""}
     assert not everything.functions
-    assert any(node.op_type == "Loop" for node in nodes(everything.graph))  # the traversal enters its body
+    assert any(node.op_type == "Loop" for node in nodes(everything.graph))  # loop bodies are checked too
     shapes = [
         [size.dim_param for size in given.type.tensor_type.shape.dim] for given in everything.graph.input
     ]
@@ -90,7 +90,7 @@ def test_rows(run: Session, problem: Problem) -> None:
     expected = truth.solve(x.double().tolist(), float(k))
     assert np.abs(y[0] - expected.y).max() <= 1e-6
     assert abs(y.astype(float).sum() - float(k)) <= 2e-6 * max(1, float(k))
-    with np.errstate(over="ignore"):  # two of the rows exceed the range of float32
+    with np.errstate(over="ignore"):  # log y exceeds the range of float32 in two problems
         log_truth = expected.log_y.astype(np.float32)
     np.testing.assert_allclose(log_y[0], log_truth, rtol=1e-6, atol=1e-6)
 
@@ -121,9 +121,9 @@ def test_special_rows(run: Session) -> None:
         [
             [1.0, 2, 3],  # k = 0
             [1, 2, 3],  # k = n
-            [-INF, 2, 3],  # k entries left
+            [-INF, 2, 3],  # exactly k entries are not -inf
             [INF, 1, 1],
-            [INF, INF, 1],  # more than k
+            [INF, INF, 1],  # more than k entries are +inf
             [NAN, 1, 2],
             [-INF, -INF, -INF],
         ]
@@ -139,7 +139,7 @@ def test_special_rows(run: Session) -> None:
 
 
 def test_exported_program_at_a_lower_opset() -> None:
-    """Export through `torch.export` with a number for k, converted to opset 17."""
+    """A program from `torch.export`, in which k is a number, can be converted to opset 17."""
     model = nn.Sequential(nn.Linear(3, 6), torchlml.LML(k=2, temperature=0.5)).eval()
     with torch.no_grad():
         program = torch.export.export(model, (torch.randn(4, 3),), dynamic_shapes=({0: Dim.DYNAMIC},))
@@ -153,20 +153,20 @@ def test_exported_program_at_a_lower_opset() -> None:
 
 
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: problem.name)
-def test_the_same_steps(problem: Problem) -> None:
-    """The exported computation of nu, run by torch, equals the careful solver to the last bit."""
+def test_the_exported_solver_takes_the_same_steps(problem: Problem) -> None:
+    """The exported computation of nu, run in PyTorch, is bitwise identical to the careful solver."""
     x, k = problem.row(torch.float32).repeat(2, 1), torch.tensor(float(problem.k), dtype=torch.float64)
     translate = torch._decomp.decomposition_table[torch.ops.torchlml.solve.default]
     assert torch.equal(translate(x, k, None, None), careful.solve(x, k, None, None))
 
 
-def test_packed_rows_are_rejected() -> None:
+def test_jagged_batches_are_rejected() -> None:
     translate = torch._decomp.decomposition_table[torch.ops.torchlml.forward.default]
     with pytest.raises(NotImplementedError, match="cannot be exported to ONNX; pad the rows"):
         translate(torch.randn(5), torch.tensor(1.0), None, torch.tensor([0, 2, 5]))
 
 
-def test_the_compiler_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_does_not_use_the_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise AssertionError("The compiler used the decomposition that is meant for exporters.")
 

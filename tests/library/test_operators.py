@@ -1,4 +1,4 @@
-"""All operators of the library pass torch's operator checks: schemas, shapes, compilers."""
+"""All operators of the library pass PyTorch's operator checks of schemas, shapes and compilation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import torchlml  # noqa: F401  which defines the operators
+import torchlml  # noqa: F401  defines the operators
 
 OFFSETS = torch.tensor([0, 3, 3, 8, 12])
 Arguments = tuple[Tensor | float | bool | None, ...]
@@ -16,7 +16,7 @@ Arguments = tuple[Tensor | float | bool | None, ...]
 
 @functools.cache
 def _inputs(ragged: bool, dtype: torch.dtype) -> dict[str, Arguments]:
-    torch.manual_seed(0)  # the first call is during collection
+    torch.manual_seed(0)  # the first call happens during collection
     offsets = OFFSETS if ragged else None
     x = torch.randn(12, dtype=dtype) if ragged else torch.randn(4, 6, dtype=dtype)
     mask = torch.arange(x.numel()).view(x.shape) % 5 > 0
@@ -58,7 +58,7 @@ def _capped(x: Tensor, g: Tensor, k: Tensor, mask: Tensor, offsets: Tensor | Non
         nu = forward(x, k, upper, mask, offsets)[1]
         found[f"{name}_forward"] = (x, k, upper, mask, offsets)
         found[f"{name}_backward"] = (g, x, k, upper, nu, mask, offsets, True)
-        if offsets is None:  # for wide rows that all have a solution between their bounds
+        if offsets is None:  # the operator takes dense float64 rows that have a solution within their bounds
             found[f"{name}_dual"] = (x.double(), k, upper, None)
     return found
 
@@ -81,7 +81,7 @@ CASES = [(name, ragged) for ragged in (False, True) for name in _inputs(ragged, 
 
 @pytest.mark.parametrize(("name", "ragged"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_operators_pass_the_checks_of_torch(name: str, ragged: bool, dtype: torch.dtype) -> None:
+def test_operators_pass_opcheck(name: str, ragged: bool, dtype: torch.dtype) -> None:
     torch.library.opcheck(getattr(torch.ops.torchlml, name).default, _inputs(ragged, dtype)[name])
 
 

@@ -1,4 +1,4 @@
-"""Labels sharded across processes: values, gradients, special rows, rounds and bad input."""
+"""Labels sharded across processes: values, gradients, special rows, communication and invalid arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPES = tuple(TOLERANCE)
 
 
 def rounds(call: Callable[[], object]) -> int:
-    """Count the collectives of a call. `test_counting` compares the count with torch's own."""
+    """Count the rounds of communication in a call. `test_counting` compares the count with PyTorch's."""
     number = 0
 
     def count(*arguments: Any, **more: Any) -> None:
@@ -82,7 +82,7 @@ def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
 
 @in_processes(2, 3)
 def test_problems_against_the_truth(group: Group) -> None:
-    """Every test problem, unchanged in one dtype and with its labels sorted in the other."""
+    """Two processes solve each problem in its original order, and three solve it sorted, in another dtype."""
     size = dist.get_world_size(group)
     for i, problem in enumerate(SHORT):
         dtype, limit = ((torch.float32, 1e-6), (torch.float64, 1e-11))[(i + size) % 2]
@@ -102,7 +102,10 @@ def test_problems_against_the_truth(group: Group) -> None:
 
 @in_processes(2, 3, 4)
 def test_like_unsharded(group: Group) -> None:
-    """y, log y and nu with masks, bounds and one k per row, and their gradients; each pair in both dtypes."""
+    """y, log y, nu and their gradients match the unsharded call, with masks, bounds and one k per row.
+
+    The dtype alternates so that each combination is tested in both dtypes.
+    """
     for i, (bound, masked, function) in enumerate(itertools.product(BOUNDS, (False, True), FUNCTIONS)):
         dtype = DTYPES[(i + dist.get_world_size(group)) % 2]
         x, k = torch.randn(5, 3, 23, dtype=dtype) * 3, torch.rand(5, 3) * 6 + 0.5
@@ -158,7 +161,7 @@ def _special(row: Special, dtype: torch.dtype, group: Group) -> None:
         torch.testing.assert_close(
             found.detach().double(), right.double(), rtol=2e-6, atol=2e-6, equal_nan=True, msg=row.name
         )
-        # The gradients match the unsharded call, which test_special_rows.py compares with the limits.
+        # The gradients match those of the unsharded call, which test_special_rows.py tests.
         x_whole, k_whole = x.clone().requires_grad_(), k.detach().clone().requires_grad_()
         y = function(x_whole, k_whole, mask=mask)
         dx, dk = torch.autograd.grad(y, (x_whole, k_whole), torch.ones_like(y))
@@ -184,7 +187,7 @@ def _own(target: Tensor, group: Group) -> Tensor:
 
 @in_processes(2, 4)
 def test_losses(group: Group) -> None:
-    """All pairs of target form, reduction, bound and dtype, with class weights, match the unsharded loss."""
+    """The loss matches the unsharded loss for all pairs of target format, reduction, bound and dtype."""
     size = dist.get_world_size(group)
     for i, form in enumerate(FORMS):
         for j, (reduction, of_labels) in enumerate(REDUCTIONS):
@@ -196,7 +199,7 @@ def test_losses(group: Group) -> None:
 
 def _loss_like_unsharded(dtype: torch.dtype, form: str, settings: Any, group: Group) -> None:
     x, k, weight = torch.randn(6, 23, dtype=dtype) * 3, torch.rand(6) * 6 + 0.5, torch.rand(23)
-    x[1] = math.nan  # without a label, so that it has no effect
+    x[1] = math.nan  # has no effect, because the row has no label
     target = _target(form, 6, 23)
     x_whole, k_whole = x.clone().requires_grad_(), k.clone().requires_grad_()
     wanted = torchlml.lml_loss(x_whole, target, k_whole, weight=weight, **settings)
@@ -259,7 +262,10 @@ def test_half_precision(group: Group) -> None:
 
 @in_processes(2, 4)
 def test_rounds(group: Group) -> None:
-    """4 rounds for logits of scale 1 to 3, 6 for scale 12; backward 0 for the loss, 1 for the layer."""
+    """A call takes at most 4 rounds for logits of scale 1 to 3, and at most 6 for scale 12.
+
+    The backward pass takes one round for the layer and none for the loss.
+    """
     for scale, most in ((1, 4), (3, 4), (12, 6)):
         for n in (100, 10_000):
             for k in (1, 5, 50, n // 10, n - 5):
@@ -312,7 +318,7 @@ def passes(call: Callable[[], object]) -> int:
 
 @in_processes(2)
 def test_passes_over_the_entries(group: Group) -> None:
-    """One pass for each round after the agreement, and one more, at nu = 0, only for a bound."""
+    """There is one pass per round, except for the first, which compares arguments. A bound adds a pass."""
     x, target = part(torch.randn(4, 100), group), torch.arange(4)
     for bound in BOUNDS:
         calls: list[Callable[[], object]] = [
@@ -340,7 +346,7 @@ def test_modules_with_a_group(group: Group) -> None:
 
 @in_processes(3)
 def test_numbers_sent(group: Group) -> None:
-    """The formulas of docs/scale.md, in 8-byte numbers for each of R rows, with no empty round."""
+    """Each round sends as many 8-byte numbers as the formulas in docs/scale.md say."""
     rows, sent = 16, []
     gather = group_module._all_gather
 
@@ -371,12 +377,12 @@ def test_numbers_sent(group: Group) -> None:
 
 @in_processes(2, 3, 4)
 def test_invalid_arguments(group: Group) -> None:
-    """An invalid argument of one process raises a one-line error on every process."""
+    """An invalid argument on one process raises a one-line error on every process."""
     rank = dist.get_rank(group)
     last = rank == dist.get_world_size(group) - 1
     x, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
     linear = torchlml.linear_lml_loss
-    odd: Any = "\u00e9\U0001f600" * 600  # long when encoded
+    odd: Any = "\u00e9\U0001f600" * 600  # longer in UTF-8 bytes than in characters
     cases: list[tuple[str, Callable[[], object]]] = [
         ("same k", lambda: torchlml.lml(x, 2 + last, group=group)),
         ("same k", lambda: torchlml.lml(x, torch.full((4,), 2.0 + last), group=group)),
@@ -411,7 +417,7 @@ def test_invalid_arguments(group: Group) -> None:
     close(torchlml.lml(part(x, group), 2, group=group), part(torchlml.lml(x, 2), group))
 
 
-# The second message exceeds the maximum length sent to the others.
+# The error message for the second value exceeds the maximum length that is sent to other processes.
 WORDS: Any = ("mean", "ü" * 3000)
 
 
@@ -455,7 +461,7 @@ def test_transforms_raise(group: Group) -> None:
     for call in calls:
         with pytest.raises(NotImplementedError, match="With `group`, only plain calls"):
             torch.func.grad(call)(x)
-        # They raise instead of returning a gradient without a graph, which would disable a gradient penalty.
+        # The calls raise. A gradient without a graph would silently disable a gradient penalty.
         with pytest.raises(NotImplementedError, match="With `group`, second derivatives"):
             torch.autograd.grad(call(x.requires_grad_()), x, create_graph=True)
         x.requires_grad_(False)
@@ -479,7 +485,7 @@ def test_metrics(group: Group) -> None:
     psp = PropensityScoredPrecision(part(p, group), ks, group=group)
     cases += [(psp, lambda x, y, k, mask: propensity_scored_precision(x, y, p, k, mask=mask), "bool")]
     for metric, function, form in cases:
-        # Its own synchronization would involve all four processes.
+        # The synchronization built into the metric would involve processes outside of the group.
         setattr(metric, "sync", lambda *a, **b: None)  # noqa: B010
         for which in (None, mask):
             metric.reset()

@@ -1,4 +1,4 @@
-"""DTensors, meshes of rows and labels, and the parallel wrappers of PyTorch."""
+"""DTensors, device meshes over rows and labels, and PyTorch's wrappers for parallel training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLACEMENTS = [(Shard(0),), (Shard(1),), (Replicate(),)]
 
 @in_processes(4)
 def test_dtensors(group: Group) -> None:
-    """The functions take DTensors that are sharded over labels, over rows, or replicated."""
+    """The functions accept DTensors that are sharded over labels or rows, or replicated."""
     mesh = init_device_mesh("cpu", (4,))
     for placements in PLACEMENTS:
         _dtensors(mesh, placements)
@@ -58,7 +58,7 @@ def test_a_single_row(group: Group) -> None:
 
 @in_processes(4)
 def test_rows_and_labels(group: Group) -> None:
-    """A two-dimensional mesh, in both orders."""
+    """A two-dimensional mesh over rows and labels, in either order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
         _dtensors(mesh, placements)
@@ -106,7 +106,7 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
 
 @in_processes(4)
 def test_metrics_of_dtensors(group: Group) -> None:
-    """Scores sharded over labels, rows or both, or replicated: every row has the same weight."""
+    """Every row has the same weight, whether scores are sharded over labels, rows or both, or replicated."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     layouts = [(line, one) for one in PLACEMENTS] + [
         (square, (Shard(0), Shard(1))),
@@ -130,7 +130,7 @@ def test_metrics_of_dtensors(group: Group) -> None:
 
 @in_processes(4)
 def test_linear_dtensors(group: Group) -> None:
-    """A linear layer and the loss with DTensors only: rows sharded, labels sharded, both or neither."""
+    """All arguments of the linear loss are DTensors, with rows sharded, labels sharded, both or neither."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     none, labels = Replicate(), Shard(0)
     for mesh, of_input, of_weight in (
@@ -210,7 +210,7 @@ def test_bad_dtensors(group: Group) -> None:
 
 @in_processes(4)
 def test_mesh_as_group(group: Group) -> None:
-    """A one-dimensional DeviceMesh is a group; rows are split manually over the other dimension."""
+    """A one-dimensional DeviceMesh can be the group. The rows are split by hand over the other dimension."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     x = torch.randn(4, 8, dtype=torch.float64)
     row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
@@ -236,7 +236,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 @in_processes(4)
 def test_colwise_parallel(group: Group) -> None:
-    """A last layer sharded by `parallelize_module`: its weight is passed to linear_lml_loss unchanged."""
+    """The weight of a layer sharded by `parallelize_module` can be passed to linear_lml_loss as it is."""
     mesh = init_device_mesh("cpu", (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 12))
     inputs, target = _batch()
@@ -256,7 +256,7 @@ def test_colwise_parallel(group: Group) -> None:
 
 @in_processes(4)
 def test_data_parallel(group: Group) -> None:
-    """DDP over rows around a layer that is sharded over labels."""
+    """DDP over rows, combined with a last layer that is sharded over labels."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
     body, head = nn.Linear(6, 5), torch.randn(12, 5)

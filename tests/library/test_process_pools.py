@@ -32,7 +32,7 @@ class Fails:
 
 
 class Dies:
-    """A test that ends one process."""
+    """A test in which one process exits."""
 
     @staticmethod
     def check(group: dist.ProcessGroup) -> None:
@@ -41,7 +41,7 @@ class Dies:
 
 
 class Hangs:
-    """A test that does not end."""
+    """A test that never ends."""
 
     @staticmethod
     def check(group: dist.ProcessGroup) -> None:

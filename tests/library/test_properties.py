@@ -1,4 +1,4 @@
-"""Mathematical properties of every row, on random rows, shapes, masks and offsets."""
+"""Mathematical properties of the projection, tested on random rows, shapes, masks and offsets."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _wide(value: float) -> torch.Tensor:
 
 
 def target(n: int, fraction: float) -> float:
-    """k as a fraction of n, rounded for half of the examples, because only then y can be nearly a step."""
+    """k as a fraction of n. Half of the time it is rounded, because y can be nearly binary only then."""
     k = fraction * n
     return float(round(k)) if fraction > 0.5 and n > 1 else k
 
 
 @given(ROW, FRACTION, DTYPE)
 @settings(max_examples=200)
-def test_truth_sum_and_bounds(row: list[float], fraction: float, dtype: torch.dtype) -> None:
+def test_values_sum_and_bounds(row: list[float], fraction: float, dtype: torch.dtype) -> None:
     k = target(len(row), fraction)
     x = torch.tensor(row, dtype=dtype)
     y = torchlml.lml(x, k).double()
@@ -80,7 +80,7 @@ def test_complement(row: list[float], fraction: float, dtype: torch.dtype) -> No
 @given(ROW, FRACTION, DTYPE, st.sampled_from([-1e7, -4096.0, 0.5, 1e5, 1e7]))
 def test_shift_invariance(row: list[float], fraction: float, dtype: torch.dtype, shift: float) -> None:
     shifted = torch.tensor(row, dtype=dtype) + shift
-    x = (shifted.double() - shift).to(dtype)  # the row after rounding by the shift
+    x = (shifted.double() - shift).to(dtype)  # the row as rounded by the shift
     k = target(len(row), fraction)
     assert float((torchlml.lml(x, k) - torchlml.lml(shifted, k)).abs().max()) <= 2 * limit(dtype)
 
@@ -92,16 +92,16 @@ def test_a_mask_removes_entries(row: list[float], fraction: float, dtype: torch.
     k = target(len(row), fraction)
     y = torchlml.lml(x, k, mask=mask)
     assert torch.equal(y[~mask], torch.zeros_like(y[~mask]))
-    # The remaining row may have fewer than k entries, which is allowed only in a jagged batch.
+    # The remaining row may have fewer than k entries. Without a mask, only a jagged batch allows this.
     kept = torchlml.lml(x[mask], k, offsets=torch.tensor([0, sum(keep)]))
     assert float((y[mask] - kept).abs().sum()) <= 2 * limit(dtype) * len(row)
-    # -inf is another way to express the same mask
+    # Entries at -inf have the same effect as the mask.
     hidden = torchlml.lml(x.masked_fill(~mask, -math.inf), k)
     assert float((y - hidden).abs().sum()) <= 2 * limit(dtype) * len(row)
 
 
 @given(st.lists(st.lists(ENTRY, max_size=12), max_size=8), st.integers(0, 2**32), DTYPE)
-def test_packed_rows_are_rows(rows: list[list[float]], seed: int, dtype: torch.dtype) -> None:
+def test_jagged_batches_match_separate_rows(rows: list[list[float]], seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64)
     x = torch.tensor([value for row in rows for value in row], dtype=dtype)
@@ -182,7 +182,7 @@ def test_agrees_with_a_convex_solver(row: list[float], fraction: float) -> None:
         options={"ftol": 1e-14, "maxiter": 500},
     )
     y = torchlml.lml(torch.tensor(row, dtype=torch.float64), k).numpy()
-    # No feasible point is better, and the solver's point is close to ours (the solver stops near 1e-5).
+    # y is at least as good as the solver's solution, and close to it (the solver's error is about 1e-5).
     assert objective(np.clip(y, 1e-300, 1 - 1e-16)) <= objective(solved.x) + 1e-9
     assert np.abs(y - solved.x).max() < 1e-3
 
@@ -192,7 +192,7 @@ def test_agrees_with_a_convex_solver(row: list[float], fraction: float) -> None:
     FRACTION,
 )
 @settings(max_examples=200)
-def test_the_brackets_hold_the_threshold(row: list[float], fraction: float) -> None:
+def test_the_brackets_contain_the_threshold(row: list[float], fraction: float) -> None:
     k = target(len(row), fraction)
     if not 0 < k < len(row):
         k = len(row) / 2
@@ -203,7 +203,7 @@ def test_the_brackets_hold_the_threshold(row: list[float], fraction: float) -> N
     ranked = sorted(row, reverse=True)
     assert -ranked[math.ceil(k) - 1] - float(below) <= nu + slack
     assert nu - slack <= -ranked[math.floor(k)] + float(above)
-    # the other two need no sort, and the compiled kernel starts from them
+    # The other two brackets do not require sorting, and the compiled kernel starts from them.
     middle = math.log(k / (len(row) - k))
     assert middle - max(row) - slack <= nu <= middle - min(row) + slack
     assert math.log(k) - float(x.logsumexp(0)) <= nu + slack

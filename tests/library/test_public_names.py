@@ -17,7 +17,7 @@ NAMES = [name for name in torchlml.__all__ if not inspect.ismodule(getattr(torch
 FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
 OTHER_MODULES = ("torchlml.constrained", "torchlml.choices")
 RELATED = [name for name in NAMES if getattr(torchlml, name).__module__ in OTHER_MODULES]
-# These take the input of a linear layer instead of logits and are tested in test_linear_loss.py.
+# These losses take the input of a linear layer instead of logits. They are tested in test_linear_loss.py.
 LINEAR = {
     "linear_lml_loss": "LinearLMLLoss",
     "linear_truncated_entropy_loss": "LinearTruncatedEntropyLoss",
@@ -35,7 +35,7 @@ def text(pattern: str) -> str:
 def test_every_name_has_an_example_and_a_place_in_the_reference(name: str) -> None:
     thing = getattr(torchlml, name, None) or getattr(metrics, name)
     assert ">>>" in (inspect.getdoc(thing) or "")
-    assert name in text("docs/api/*.md"), "add it to a page of docs/api"
+    assert name in text("docs/api/*.md"), "add the name to a page in docs/api"
 
 
 def test_the_losses_are_public() -> None:
@@ -45,7 +45,7 @@ def test_the_losses_are_public() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
     modules = {function.__name__: module.__name__ for function, module in (EVERY | SETS).items()} | LINEAR
-    assert name in modules, "add it to tests/support/losses.py"
+    assert name in modules, "add the loss to tests/support/losses.py"
     module = modules[name]
     assert module in losses.__all__
     assert module in text("docs/choosing-a-loss.md")

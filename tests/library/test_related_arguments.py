@@ -1,4 +1,4 @@
-"""Wrong arguments of the related operators raise errors that name them."""
+"""Invalid arguments of the related operators raise errors that name the argument."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         lambda: torchlml.constrained_softmax(torch.zeros(4), 1, upper=torch.ones(4) > 0),
         ["`upper`", "torch.bool"],
     ),
-    "fractional k of a mask": (lambda: torchlml.topk_mask(torch.zeros(4), 1.5), ["`k`", "integer", "1.5"]),
-    "fractional k of a sample": (
+    "topk_mask, fractional k": (lambda: torchlml.topk_mask(torch.zeros(4), 1.5), ["`k`", "integer", "1.5"]),
+    "sample_subset, fractional k": (
         lambda: torchlml.sample_subset(torch.zeros(2, 4), torch.tensor([1, 1.5])),
         ["`k`", "integer"],
     ),
@@ -97,11 +97,11 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         lambda: torchlml.lml_bracketing(torch.zeros(3), 1, tolerance="1"),  # type: ignore[arg-type]
         ["`tolerance`", "'1'"],
     ),
-    "text as iterations": (
+    "text as max_iterations": (
         lambda: torchlml.lml_bracketing(torch.zeros(3), 1, max_iterations="9"),  # type: ignore[arg-type]
         ["`max_iterations`", "'9'"],
     ),
-    "k of a mask above n": (lambda: torchlml.topk_mask(torch.zeros(4), 5), ["`k`", "n = 4"]),
+    "topk_mask, k above n": (lambda: torchlml.topk_mask(torch.zeros(4), 5), ["`k`", "n = 4"]),
 }
 
 

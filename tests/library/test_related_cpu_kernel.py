@@ -1,4 +1,4 @@
-"""The related operators: the kernel agrees with pure PyTorch and is bitwise identical for any batch."""
+"""The CPU kernels of related operators agree with pure PyTorch, and rows do not depend on each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATORS = torch.ops.torchlml
 
 
 def upper_for(x: Tensor, kind: str) -> Tensor:
-    """One bound for all entries, or one per entry: from 0 to 2, and infinity."""
+    """One upper bound for all entries, or one per entry. The latter are from 0 to 2, or infinite."""
     if kind == "one":
         return torch.tensor(1.25, dtype=torch.float64)
     upper = torch.rand(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 2
@@ -55,11 +55,11 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
     y, nu = projection.forward(x, k, upper, mask, offsets)
     want, nu_want = projection.reference_forward(x, k, upper, mask, offsets)
     assert y.dtype == dtype
-    # Entries can be as large as their bounds, which are at most k here.
+    # Entries can be greater than 1, so errors are measured relative to the largest entry.
     scale = want.double().nan_to_num(0).amax().clamp(min=1)
     assert_close(y.double() / scale, want.double() / scale, dtype)
     assert torch.equal(nu[0].isfinite(), nu_want[0].isfinite())
-    # Everything below starts from the same nu, so only the gradients are compared.
+    # Both backward passes start from the same nu, so that an error in nu does not affect the comparison.
     arguments = (gradient_for(x), x, k, upper, nu_want, mask, offsets, True)
     got, wanted = projection.backward(*arguments), projection.reference_backward(*arguments)
     near = near_a_kink(name, x, nu_want, upper, mask, offsets)
@@ -73,7 +73,7 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
 def near_a_kink(
     name: str, x: Tensor, nu: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Tensor:
-    """Mask of the rows with an entry within rounding of its bound or of 0, where derivatives jump."""
+    """Mask of the rows with an entry within rounding error of its bound or of 0, where derivatives jump."""
     row = torch.arange(nu.shape[1]).repeat_interleave(
         torch.full((nu.shape[1],), x.shape[-1]) if offsets is None else offsets.diff()
     )
@@ -133,7 +133,7 @@ def test_choices(dtype: torch.dtype, form: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("columns", [1, 5, 64, 300])
 def test_balanced_rows(dtype: torch.dtype, columns: int) -> None:
-    """y agrees with pure PyTorch, and the sums with those of y in float64, for blocks of all sizes."""
+    """For any number of rows, y agrees with pure PyTorch, and the sums agree with sums of y in float64."""
     for rows in (0, 1, 3, 70, 5000 if columns < 100 else 300):
         x, mu = torch.randn(rows, columns, dtype=dtype), torch.randn(columns, dtype=torch.float64)
         x[torch.rand_like(x) < 0.1] = -torch.inf
@@ -149,7 +149,7 @@ def test_balanced_rows(dtype: torch.dtype, columns: int) -> None:
             p = torch.randn(columns, dtype=torch.float64)
             wanted = w.T @ (inverse.double() * (w @ p))
             assert_close(OPERATORS.balanced_product(y, inverse, p), wanted, dtype, 10)
-            # torch adds the rows one after another in the dtype of y, so the error grows with their number.
+            # Pure PyTorch adds the rows one by one in the dtype of y, so its error grows with their number.
             size = w.T @ (inverse.double() * (w @ p.abs()))
             error = (linear._product(y, inverse, p) - wanted).abs()
             assert (error <= (rows + columns + 8) * torch.finfo(dtype).eps * size).all()

@@ -20,7 +20,7 @@ from tests.support.related import MEMBERS, Member, each_constrained
 
 
 def unused(problem: Problem, dtype: torch.dtype) -> npt.NDArray[np.float64]:
-    """The exact solution of a member whose derivatives alone are tested here."""
+    """Placeholder for the exact solution, because only the derivatives of the operator are tested."""
     raise NotImplementedError
 
 
@@ -94,7 +94,7 @@ def test_derivatives_for_the_bounds(member: Member, masked: bool) -> None:
 
 
 def formula(name: str, y: np.ndarray, k: float, g: np.ndarray) -> tuple[np.ndarray, float]:
-    """The gradients of `sum g y` with respect to x and k by the paper's formulas, given the exact y."""
+    """The gradients of `sum g y` with respect to x and k by the published formulas, given the exact y."""
     free = (y > 0) & (y < 1)
     weight = np.where(free, y if name == "constrained_softmax" else 1.0, 0.0)
     mean = float(weight @ g / weight.sum()) if weight.sum() else 0.0
@@ -108,7 +108,8 @@ def test_gradients_are_accurate(member: Member, problem: Problem, dtype: torch.d
     x = problem.row(dtype).requires_grad_()
     y = related.expected(member, problem, dtype)
     if bool(((y < 1e-9) & (y > 0)).any() or ((y > 1 - 1e-9) & (y < 1)).any()) or k_is_a_vertex(y):
-        # The derivative jumps at a kink, and rounding decides the side. Only finiteness can be checked there.
+        # The derivative jumps at a kink, and rounding decides which side the result is on. Only finiteness
+        # can be checked there.
         (dx,) = torch.autograd.grad(member.function(x, problem.k), x, torch.ones_like(x))
         assert bool(dx.isfinite().all())
         return
@@ -192,12 +193,12 @@ def test_compile(function: Callable[..., Tensor]) -> None:
         results.append((out.detach(), torch.autograd.grad(weigh(out), inputs)[0]))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    # Torch 2.13 ignores the backward of an autograd.Function in this combination.
+    # Torch 2.13 ignores the backward of an autograd.Function when `compile` and `grad` are combined.
     both = torch.compile(grad(lambda x: weigh(function(x, k))), fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(both, results[0][1], rtol=1e-10, atol=1e-12)
 
 
-def test_free_rows_do_not_depend_on_k() -> None:
+def test_rows_with_an_inactive_bound_do_not_depend_on_k() -> None:
     x = torch.tensor([[-3.0, -4, -5], [3.0, 4, 5]], dtype=torch.float64, requires_grad=True)
     k = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)
     y = torchlml.lml(x, k, bound="at_most")
@@ -214,6 +215,6 @@ def test_the_gradient_of_the_value() -> None:
         k = torch.tensor([0.5, 3, 10, 29.5], requires_grad=True)
         dx, dk = torch.autograd.grad(torchlml.lml_value(x, k).sum(), (x, k))
         assert torch.equal(dx, torchlml.lml(x, k))
-        # Not rounded to the dtype of x, because k has its own dtype.
+        # dk is not rounded to the dtype of x, because k has its own dtype.
         wide = x.double() if dtype == torch.float64 else x.float()
         torch.testing.assert_close(dk, -torchlml.lml_dual(wide, k).to(dk.dtype))

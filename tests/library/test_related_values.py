@@ -1,4 +1,4 @@
-"""Values of all related operators compared with exact solutions, with the accuracy guaranteed for lml."""
+"""The values of all related operators have the accuracy guaranteed for lml, compared with exact solutions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(y: torch.Tensor, expected: np.ndarray, k: float | None, dtype: torch.d
 @pytest.mark.parametrize("kind", [member.name for member in CONSTRAINED])
 @each([problem for problem in SMALL if problem.row(torch.float64).numel() <= 12 and not problem.extreme])
 def test_the_reference_solution_is_right(kind: str, problem: Problem) -> None:
-    # Padding with entries whose bound is 0 makes the reference use its other algorithm for the same row.
+    # Extra entries with a bound of 0 do not change the solution, but the reference uses another algorithm.
     x = problem.row(torch.float64).numpy()
     upper = bounds_for(x.size, problem.k)
     long = np.concatenate([x, np.zeros(20)]), np.concatenate([upper, np.zeros(20)])
@@ -70,7 +70,7 @@ def test_bounds_per_entry(member: Member, problem: Problem, dtype: torch.dtype) 
 
 @each_member
 @each_dtype
-def test_packed_and_masked_rows(member: Member, dtype: torch.dtype) -> None:
+def test_jagged_and_masked_rows(member: Member, dtype: torch.dtype) -> None:
     rows = [problem.row(dtype) for problem in SMALL]
     sizes = [row.numel() for row in rows]
     k = torch.tensor([problem.k for problem in SMALL], dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_packed_and_masked_rows(member: Member, dtype: torch.dtype) -> None:
 @each_member
 @each([problem for problem in SMALL if not problem.extreme][::4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_is_rounded_once(member: Member, problem: Problem, dtype: torch.dtype) -> None:
+def test_half_precision_is_rounded_once(member: Member, problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype)
     y = member.function(x, problem.k)
     assert y.dtype == dtype
@@ -118,7 +118,9 @@ def test_shapes(member: Member) -> None:
 @pytest.mark.parametrize("shape", [(57, 33), (1, 30_001), (3, 20_003)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @each_member
-def test_the_same_bits(member: Member, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_threads_and_batches_do_not_change_the_bits(
+    member: Member, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     x = (torch.randn(shape, dtype=torch.float64) * 4).to(dtype)
     k = torch.linspace(0.5, shape[1] - 0.5, shape[0], dtype=torch.float64)
     before = torch.get_num_threads()

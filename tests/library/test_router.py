@@ -1,4 +1,4 @@
-"""TopKRouter: balance in training, causality at inference, dropping, dtypes, state and bad arguments."""
+"""`TopKRouter`: balance in training, causality at inference, dropping, dtypes, state, invalid arguments."""
 
 from __future__ import annotations
 
@@ -159,12 +159,12 @@ def test_half_precision() -> None:
     assert mu.dtype == torch.float32
     assert largest_load(indices, 8) < 1.25
     kept = router.bias.clone()
-    assert torch.equal(router.bfloat16().bias, kept)  # not rounded on the way
+    assert torch.equal(router.bfloat16().bias, kept)  # not rounded to bfloat16
     assert not torch.equal(kept.bfloat16().float(), kept)
 
 
 def test_a_router_from_the_meta_device() -> None:
-    """Training with FSDP2 often creates modules on the meta device, and then resets them on the real one."""
+    """With FSDP2, modules are often created on the meta device and then initialized on the real one."""
     with torch.device("meta"):
         router = torchlml.TopKRouter(8, 2)
     router.to_empty(device="cpu")

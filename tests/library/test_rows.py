@@ -24,7 +24,7 @@ def _dense() -> tuple[Tensor, None, list[Tensor]]:
 
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("make", [_packed, _dense])
-def test_sum_max_spread_and_largest_are_those_of_each_row(make, differentiable: bool) -> None:
+def test_reductions_and_broadcast_match_a_loop_over_rows(make, differentiable: bool) -> None:
     x, offsets, each = make()
     rows = rows_of(x, offsets, differentiable=differentiable)
     assert rows.count == len(each)
@@ -69,14 +69,14 @@ def test_differentiable_sums_and_maxima_can_be_mapped_and_differentiated_twice(m
     assert torch.autograd.gradgradcheck(energy, (x.double().requires_grad_(),))
 
 
-def test_rows_without_entries_have_no_sum_and_no_largest_entry() -> None:
+def test_rows_without_entries_have_sum_zero_and_maximum_minus_infinity() -> None:
     for x, offsets in ((torch.zeros(2, 0), None), (torch.zeros(0), torch.tensor([0, 0, 0]))):
         rows = rows_of(x, offsets)
         assert rows.sum(x).tolist() == [0, 0]
         assert rows.max(x).tolist() == rows.largest(x, 1).tolist() == [-torch.inf, -torch.inf]
 
 
-def test_the_sum_of_a_single_row_is_that_of_the_row_in_a_batch() -> None:
+def test_a_row_has_the_same_sum_alone_and_in_a_batch() -> None:
     x = torch.randn(1, 100_003, generator=torch.Generator().manual_seed(2))
     for differentiable in (False, True):
         alone = rows_of(x, None, differentiable=differentiable).sum(x)

@@ -1,4 +1,4 @@
-"""The self-test of GPU kernels, on CPU tensors: wrong or failing kernels are detected before use."""
+"""The self-test of GPU kernels, run on CPU tensors, detects wrong or failing kernels before they are used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def right() -> SimpleNamespace:
 
 
 def faulty(name: str, place: int = 0) -> SimpleNamespace:
-    """Kernels of which one returns a wrong last entry in one of its results."""
+    """Kernels, one of which returns a result whose last entry is wrong."""
 
     def corrupt(*arguments: Any) -> Any:
         result = reference(name)(*arguments)
@@ -45,7 +45,7 @@ def faulty(name: str, place: int = 0) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clear the results of earlier comparisons, treat CPU tensors as GPU tensors, and request no kernel."""
+    """Forget earlier comparisons, treat CPU tensors as GPU tensors, and ignore TORCHLML_KERNEL."""
     monkeypatch.setattr(self_test, "_results", {})
     monkeypatch.setattr(self_test, "_interpreted", lambda device: False)
     monkeypatch.setattr(loader, "requested", lambda: "")
@@ -126,7 +126,9 @@ def test_the_comparison_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("choice", "used"), [("torch", False), ("native", True)])
-def test_the_environment_overrules(monkeypatch: pytest.MonkeyPatch, choice: str, used: bool) -> None:
+def test_the_environment_variable_overrides_the_self_test(
+    monkeypatch: pytest.MonkeyPatch, choice: str, used: bool
+) -> None:
     monkeypatch.setattr(loader, "requested", lambda: choice)
     kernels = right()
     kernels.forward = lambda x, *rest: ("the kernel", None)

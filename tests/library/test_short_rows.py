@@ -1,4 +1,4 @@
-"""Short rows share a vector: each result must be right and bitwise identical to that of the row alone."""
+"""Several short rows share a SIMD vector. Each result must be accurate and the same as for the row alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows(n: int, scale: float, count: int = 40, seed: int = 0) -> Tensor:
 
 
 def some_k(n: int, count: int) -> Tensor:
-    """Targets over the full range: few and many, integers and fractions."""
+    """Values of k over the full range from 0 to n, both integers and fractions."""
     share = torch.linspace(0.02, 0.98, count, dtype=torch.float64)
     return torch.where(torch.arange(count) % 3 > 0, (share * n).round().clamp(1, max(1, n - 1)), share * n)
 
@@ -65,13 +65,13 @@ def test_masks_and_rows_of_any_length(n: int) -> None:
     want = truth(x.masked_fill(~mask, -INF), k)
     assert (y.double() - want).abs().max() <= 1e-6
     assert (y[~mask] == 0).all()
-    # An entry at -inf is absent.
+    # An entry at -inf is treated like a masked entry.
     assert torch.equal(torchlml.lml(x.masked_fill(~mask, -INF), k), y)
 
 
 @pytest.mark.parametrize("huge", [1e10, 1e19, 3e19, 3e38])
 def test_one_huge_entry(huge: float) -> None:
-    # The variance of such a row overflows, so it gives no bound on the range of its entries.
+    # The variance of a row with a huge entry overflows, so it does not bound the range of the entries.
     for place in range(3):
         x = torch.full((1, 3), 3.0)
         x[0, place] = huge
@@ -82,14 +82,15 @@ def test_one_huge_entry(huge: float) -> None:
             assert others.tolist() == pytest.approx([want[1]] * 2, abs=1e-6)
 
 
-# ------------------------------------------------------------------------------------ the bits of a row
+# ------------------------------------------------------------------------- bitwise identical results
 
 
 def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
-    """All results of the operators for canonical rows, as tensors with one number per entry or per row."""
+    """The results of all operators, as tensors with one number per entry or per row."""
     y, nu = operators.forward(x, k, mask, offsets)
     log_y, _ = operators.log_forward(x, k, mask, offsets)
-    grad = (x.float() * 0.37).cos().to(x.dtype)  # a function of the entry, so that it moves with its row
+    # The gradient depends on x only, so that a row has the same gradient at every position.
+    grad = (x.float() * 0.37).cos().to(x.dtype)
     grad = torch.where(grad.isfinite(), grad, 0)
     labels = ((x.float() * 8).floor() % 5 == 0, None, None)
     losses, _ = operators.loss_forward(x, k, mask, offsets, *labels)
@@ -102,7 +103,7 @@ def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | 
 
 
 def all_kinds(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows of every kind between ordinary ones, and their targets."""
+    """Ordinary rows mixed with special rows (constant, shifted, NaN, infinite), and a k for each row."""
     x = torch.cat([rows(n, scale, 3) for scale in (0.1, 1.0, 3.0, 12.0, 300.0)])
     x[2], x[5], x[8] = 1.0, torch.arange(n) * 30.0, x[8] + 1000
     x[4, 0], x[7, n // 2], x[10, -1] = NAN, INF, -INF
@@ -137,7 +138,7 @@ def test_rows_of_different_lengths_keep_their_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_k_for_each_row_changes_no_bit(dtype: torch.dtype) -> None:
+def test_one_k_for_each_row_does_not_change_the_bits(dtype: torch.dtype) -> None:
     for n in (8, 30, 64, 200):
         x, _ = all_kinds(n, dtype)
         k = torch.tensor(0.3 * n, dtype=torch.float64)
@@ -147,7 +148,7 @@ def test_one_k_for_each_row_changes_no_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch pads masked rows differently")
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_a_mask_of_ones_changes_no_bit(dtype: torch.dtype) -> None:
+def test_a_mask_of_ones_does_not_change_the_bits(dtype: torch.dtype) -> None:
     for n in (8, 30, 64, 200):
         x, k = rows(n, 3.0).to(dtype), some_k(n, 40)
         everything = torch.ones_like(x, dtype=torch.bool)
@@ -155,7 +156,7 @@ def test_a_mask_of_ones_changes_no_bit(dtype: torch.dtype) -> None:
             assert torch.equal(one, other)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_the_number_of_threads_does_not_change_the_bits() -> None:
     before = torch.get_num_threads()
     try:
         for n in (8, 64, 200):

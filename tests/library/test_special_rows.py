@@ -1,4 +1,4 @@
-"""Mathematical limits: k = 0, k = m, infinities, masks, short rows of jagged batches, NaN, empty tensors."""
+"""Mathematical limits: k = 0, k = n, infinities, masks, short rows in jagged batches, NaN, empty tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(got: torch.Tensor, expected: list[float] | float, dtype: torch.dtype, 
 
 
 @each
-def test_the_table_agrees_with_the_limits(row: Special) -> None:
+def test_the_table_agrees_with_the_reference(row: Special) -> None:
     check(torch.from_numpy(truth.projection(row.x, row.k, row.mask)), row.y, torch.float64)
 
 
@@ -53,7 +53,7 @@ def test_values(row: Special, dtype: torch.dtype) -> None:
 
 @each_dtype
 @each_dual
-def test_values_of_packed_rows(dtype: torch.dtype, dual: Callable[..., torch.Tensor]) -> None:
+def test_values_of_jagged_batches(dtype: torch.dtype, dual: Callable[..., torch.Tensor]) -> None:
     rows = [ORDINARY, *[row for special in SPECIAL for row in (special, ORDINARY)]]
     offsets = torch.tensor([0, *np.cumsum([len(row.x) for row in rows])])
     x = torch.tensor([value for row in rows for value in row.x], dtype=dtype)
@@ -80,7 +80,7 @@ def test_gradients(row: Special, dtype: torch.dtype, ragged: bool, name: str) ->
     k = torch.tensor(float(row.k), dtype=torch.float64, requires_grad=True)
     offsets = torch.tensor([0, len(row.x)]) if ragged else None
     out = getattr(torchlml, name)(x, k.expand(1) if ragged else k, mask=mask_of(row), offsets=offsets)
-    # unavailable entries get a gradient too, which must be ignored and not multiplied by log 0
+    # Unavailable entries receive an upstream gradient too. It must be ignored, not multiplied by log 0.
     g = [1.0 + i for i in range(len(row.x))]
     upstream = torch.tensor(g if name != "lml_dual" else 2.0, dtype=dtype).expand(out.shape)
     out.backward(upstream)
@@ -107,7 +107,7 @@ def test_gradients(row: Special, dtype: torch.dtype, ragged: bool, name: str) ->
 
 @pytest.mark.parametrize("name", ["lml", "log_lml"])
 @each_dtype
-def test_nan_does_not_touch_other_rows(name: str, dtype: torch.dtype) -> None:
+def test_nan_does_not_affect_other_rows(name: str, dtype: torch.dtype) -> None:
     clean = torch.randn(4, 50, dtype=torch.float64).to(dtype)
     dirty = clean.clone()
     dirty[1, 7] = NAN

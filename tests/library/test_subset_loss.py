@@ -1,4 +1,4 @@
-"""The subset loss: -log P(labels ⊆ S) against sums over all sets, in every form of a target."""
+"""The subset loss -log P(labels ⊆ S), compared with sums over all sets, for every format of target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def log_contains(x: torch.Tensor, k: int, labels: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("name", subsets.HOSTILE)
-def test_hostile_rows_against_enumeration(name):
+def test_difficult_rows_match_enumeration(name):
     x, k = subsets.HOSTILE[name]
     order = x.argsort(descending=True).tolist()
     for labels in {(order[0],), (order[-1],), tuple(order[:k]), tuple(order[-k:]), tuple(order[: 2 * k : 2])}:
@@ -39,7 +39,7 @@ def test_hostile_rows_against_enumeration(name):
         assert loss.item() == pytest.approx(expected, rel=1e-10, abs=1e-13)
 
 
-def test_one_label_is_the_log_of_its_inclusion_probability():
+def test_loss_of_one_label_is_minus_the_log_of_its_inclusion_probability():
     x, y = torch.randn(6, 300, dtype=torch.float64) * 2, torch.randint(300, (6,))
     for k in (1, 20, 150, 299):
         loss = torchlml.subset_loss(x, y, k, reduction="none")
@@ -48,14 +48,14 @@ def test_one_label_is_the_log_of_its_inclusion_probability():
     torch.testing.assert_close(torchlml.subset_loss(x, y, 1), torch.nn.functional.cross_entropy(x, y))
 
 
-def test_k_labels_are_the_log_probability_of_their_set():
+def test_loss_of_k_labels_is_minus_the_log_probability_of_their_set():
     x = torch.randn(4, 50, dtype=torch.float64) * 3
     index = torch.stack([torch.randperm(50)[:6] for _ in range(4)])
     loss = torchlml.subset_loss(x, index, 6, reduction="none")
     torch.testing.assert_close(loss, -KSubset(6, logits=x).log_prob(index), rtol=1e-12, atol=0)
 
 
-def test_every_form_of_a_target_is_the_same():
+def test_all_formats_of_targets_give_the_same_loss():
     x = torch.randn(4, 9, dtype=torch.float64)
     hot = torch.zeros(4, 9, dtype=torch.bool)
     for row, labels in zip(hot, LABELS, strict=True):
@@ -79,7 +79,7 @@ def test_every_form_of_a_target_is_the_same():
     torch.testing.assert_close(by_label, expected / torch.tensor([3, 1, 1, 2]))
 
 
-def test_weights_multiply_the_loss_of_a_row_by_their_mean():
+def test_the_loss_of_a_row_is_multiplied_by_the_mean_weight_of_its_labels():
     x, weight = torch.randn(4, 9, dtype=torch.float64), torch.rand(9, dtype=torch.float64)
     rows = torchlml.subset_loss(x, LABELS, 4, reduction="none")
     weighted = torchlml.subset_loss(x, LABELS, 4, reduction="none", weight=weight)
@@ -136,7 +136,7 @@ def test_rows_without_labels_and_impossible_labels():
     assert torchlml.subset_loss(x, torch.tensor([1, 1, 1]), 2, reduction="none")[0].isnan()
 
 
-def test_compiled_and_narrow_losses_are_the_loss():
+def test_compiled_and_bfloat16_losses():
     x = torch.randn(4, 9)
     torch.compiler.reset()
     compiled = torch.compile(functools.partial(torchlml.subset_loss, k=4), backend="aot_eager")
@@ -145,7 +145,7 @@ def test_compiled_and_narrow_losses_are_the_loss():
     assert narrow == torchlml.subset_loss(x.bfloat16().double(), LABELS, 4).bfloat16()
 
 
-def test_the_module_is_its_function():
+def test_the_module_matches_its_function():
     x, weight = torch.randn(4, 9), torch.rand(9)
     module = torchlml.SubsetLoss(4, weight=weight, reduction="sum")
     assert torch.equal(module(x, LABELS), torchlml.subset_loss(x, LABELS, 4, weight=weight, reduction="sum"))

@@ -1,4 +1,4 @@
-"""`torch.func`: transforms, alone and composed, compared with pure PyTorch, eager calls and exact values."""
+"""`torch.func` transforms, alone and composed, compared with pure PyTorch, eager calls and exact values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAGGED_K = torch.tensor([1.0, 0.5, 2.5, 2.0], dtype=torch.float64)
 
 
 def plain(name: str, x: Tensor, k: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function near (x, k) as differentiable torch operations: autograd computes all its derivatives."""
+    """The function near (x, k) in PyTorch operations, so that autograd can compute all its derivatives."""
     pairs = zip(x.reshape(-1, x.shape[-1]).tolist(), k.expand(x.shape[:-1]).flatten().tolist(), strict=True)
     start = torch.tensor([truth.solve(*pair).nu for pair in pairs], dtype=torch.float64).view(x.shape[:-1])
 
@@ -50,7 +50,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 Function = Callable[..., Tensor]
-# Each one takes f(x, k) -> tensor, applies a transform and returns a tensor.
+# Each entry takes a function f(x, k), applies a transform to it and returns a tensor.
 TRANSFORMS: dict[str, Callable[[Function, Tensor, Tensor], Tensor]] = {
     "grad of x": lambda f, x, k: grad(lambda x: weigh(f(x, k)))(x),
     "grad of k": lambda f, x, k: grad(lambda k: weigh(f(x, k)))(k),
@@ -82,8 +82,8 @@ def test_transforms_of_dense_rows(name: str, transform: str) -> None:
 @each_name
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("form", ["masked", "ragged"])
-def test_transforms_of_other_rows(name: str, transform: str, form: str) -> None:
-    # Rows of three and five available entries, as a jagged batch and as a padded matrix with a mask.
+def test_transforms_of_masked_and_ragged_rows(name: str, transform: str, form: str) -> None:
+    # Rows with three and five entries, as a jagged batch or as a padded matrix with a mask.
     x, k = rows(8), torch.tensor([1.5, 3.0], dtype=torch.float64)
     function = getattr(torchlml, name)
     mask = torch.tensor([[True, True, True, False, False], [True] * 5])
@@ -207,7 +207,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], id
 
 
 @each_problem_and_dtype
-def test_the_transformable_path_is_as_accurate(problem: Problem, dtype: torch.dtype) -> None:
+def test_the_transformable_path_of_lml_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     unit = 1e-6 if dtype == torch.float32 else 1e-11
     x, row = problem.row(dtype), problem.truth(dtype)
     v = upstream(x.numel()).to(dtype)
@@ -223,9 +223,9 @@ def test_the_transformable_path_is_as_accurate(problem: Problem, dtype: torch.dt
 
 @each_dtype
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: problem.name)
-def test_the_transformable_logarithm_is_as_accurate(problem: Problem, dtype: torch.dtype) -> None:
+def test_the_transformable_path_of_log_lml_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     x, row = problem.row(dtype), problem.truth(dtype)
-    if np.abs(row.z).min() > 1e6:  # next to such a gap, logits 0 and 1 are indistinguishable
+    if np.abs(row.z).min() > 1e6:  # nu is too large to distinguish logits 0 and 1
         return
     unit = (1e-6 if dtype == torch.float32 else 1e-11) * np.maximum(1.0, np.abs(row.z))
     v = upstream(x.numel()).to(dtype)
@@ -246,7 +246,7 @@ def test_the_transformable_logarithm_is_as_accurate(problem: Problem, dtype: tor
 @each_name
 @pytest.mark.parametrize("special", DENSE, ids=lambda row: row.name)
 def test_special_rows(name: str, special: Special) -> None:
-    # Next to an ordinary row, which an infinite number could affect.
+    # Transforms agree with eager calls, and all derivatives are finite unless the row contains NaN.
     x = torch.tensor(special.x, dtype=torch.float64)
     mask = torch.tensor(special.mask or [True] * len(special.x))
     k = torch.tensor(float(special.k), dtype=torch.float64)

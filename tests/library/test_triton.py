@@ -1,4 +1,4 @@
-"""The GPU kernels, tested as far as possible without a GPU: interpreted, and compiled.
+"""The GPU kernels, tested as far as possible without a GPU.
 
 Triton's interpreter runs the kernels on CPU tensors, and its compiler generates code without a device. Both
 run in separate processes, because the interpreter is chosen when the kernels are imported.
@@ -26,7 +26,7 @@ needs_triton = pytest.mark.skipif(not self_test.available(), reason="Triton cann
 
 
 def run(*words: str, **environment: str) -> str:
-    """The output of a Python process, which must succeed."""
+    """Run a Python process, which must succeed, and return its output."""
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
@@ -39,11 +39,11 @@ def run(*words: str, **environment: str) -> str:
 
 
 @needs_triton
-def test_interpreted_kernels_are_right_and_pass_the_checks_of_torch() -> None:
-    """Run two files of tests with every operator on CPU tensors going through the interpreted kernels."""
+def test_interpreted_kernels_are_accurate_and_pass_opcheck() -> None:
+    """Run two test files in which every operator on CPU tensors uses the interpreted kernels."""
     files = ["tests/support/triton_interpreted.py", "tests/library/test_operators.py"]
-    related = "bounded or value or constrained or topk_mask or systematic"  # pure PyTorch on GPUs
-    chosen = f"triton_interpreted or checks_of_torch and float32 and not ({related})"
+    related = "bounded or value or constrained or topk_mask or systematic"  # these have no GPU kernels
+    chosen = f"triton_interpreted or opcheck and float32 and not ({related})"
     # The interpreter uses numpy, which warns about infinities that a GPU handles silently.
     plugins = ["-p", "tests.support.triton_on_cpu", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
     output = run(
@@ -67,12 +67,12 @@ def test_kernels_compile() -> None:
     for variant in report:
         assert variant["spilled"] == 0 or not variant["common"], variant
         assert variant["shared"] <= 48 * 1024, variant
-        # Rounding to nearest, which the interpreter does not implement.
+        # Compiled code must round to nearest. The interpreter does not show this, as it rounds toward zero.
         rounds = variant["target"].startswith("sm_") and variant["rounds"]
         assert variant["rounding"] == (["rn"] if rounds else []), variant
 
 
-def test_no_row_is_left_out_and_few_long_ones_are_split() -> None:
+def test_plans_cover_all_row_lengths_and_split_a_few_long_rows() -> None:
     for n in [*range(1, 300), 1000, 4096, 4097, 8192, 8193, 65_535]:
         how = plan(1000, n, False, 108)
         assert how.loop or n <= how.block
@@ -80,7 +80,7 @@ def test_no_row_is_left_out_and_few_long_ones_are_split() -> None:
     four = plan(4, 1_000_000, False, 108)
     assert 4 * four.splits > 108
     assert plan(10_000, 1_000_000, False, 108).splits == 1
-    # The length of a row in a jagged batch is unknown until it is read.
+    # The length of a row in a jagged batch is unknown until its offsets are read.
     assert all(plan(1000, n, True, 108).loop for n in (1, 100, 100_000))
     # A block has at most 1024 threads, including on AMD, where warps have 64 lanes.
     assert all(plan(1000, n, False, 108, lanes=64).warps * 64 <= 1024 for n in (100, 4096, 8192, 10**5))
@@ -92,7 +92,7 @@ def test_every_operator_has_an_implementation_for_cuda() -> None:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"torchlml::{name}", "CUDA")
 
 
-def test_without_triton_the_torch_path_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_pure_pytorch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "available", lambda: False)
     x, k = torch.randn(3, 20), torch.tensor(2.0, dtype=torch.float64)
     y, _ = self_test.OPERATORS["forward"](x, k, None, None)
@@ -101,7 +101,7 @@ def test_without_triton_the_torch_path_answers(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_triton
-def test_a_number_k_is_brought_to_the_device() -> None:
+def test_a_scalar_k_is_moved_to_the_device() -> None:
     from torchlml._triton import operators as triton_operators
 
     x, k = torch.empty(2, 3, device="meta"), torch.tensor(2.5, dtype=torch.float64)

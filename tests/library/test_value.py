@@ -1,4 +1,4 @@
-"""The value of the projection: its definition and its limits."""
+"""`lml_value`: its definition, its limit at low temperature and special rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_value(problem: Problem, dtype: torch.dtype) -> None:
     if math.isinf(expected):
         assert float(got) == expected
         return
-    # exp(z) is accurate to |z| roundings, and relevant z are at most 12. Tied entries have equal errors.
+    # The relative error of exp(z) is |z| eps, and relevant z are at most 12. Errors of tied entries add up.
     unit = torch.finfo(dtype).eps
     assert abs(float(got) - expected) <= 12 * unit * max(size, 1.0)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def test_the_value(problem: Problem, dtype: torch.dtype) -> None:
     assert abs(float(differentiable) - expected) <= 12 * unit * max(size, 1.0)
 
 
-def test_the_value_tends_to_the_sum_of_the_largest() -> None:
+def test_the_value_tends_to_the_sum_of_the_k_largest_logits() -> None:
     x = torch.randn(5, 30, dtype=torch.float64)
     limit = 1e-4 * torchlml.lml_value(x / 1e-4, 4)
     torch.testing.assert_close(limit, x.topk(4).values.sum(-1), rtol=0, atol=1e-3)

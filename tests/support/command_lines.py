@@ -37,7 +37,7 @@ def rejected(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) ->
 
 
 def _out(words: Sequence[str]) -> Path:
-    """Return the path of the last `--out`, or the current directory, which exists."""
+    """Return the path of the last `--out`. Without `--out`, return the current directory, which exists."""
     return Path(next((after for word, after in reversed(list(pairwise(words))) if word == "--out"), "."))
 
 
@@ -51,6 +51,6 @@ def rejections(said: str, *lines: str) -> dict[str, str]:
 
 
 def each_rejection(*tables: dict[str, str]) -> pytest.MarkDecorator:
-    """Parametrize a test over all lines of the tables: `options` are its words, `needle` its message."""
+    """Run a test for each line of the tables, with its words as `options` and its message as `needle`."""
     rows = [(shlex.split(line), needle) for table in tables for line, needle in table.items()]
     return pytest.mark.parametrize(("options", "needle"), rows)

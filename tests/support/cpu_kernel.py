@@ -1,4 +1,4 @@
-"""Problems and comparisons for the compiled kernel."""
+"""Test problems and tolerances for the compiled kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_kernel = pytest.mark.skipif(not loader.loaded(), reason="the compiled kern
 
 
 def problem(dtype: torch.dtype, form: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Rows of every kind in one canonical batch: (x, k, mask, offsets)."""
+    """Ordinary and special rows in one batch, as the arguments (x, k, mask, offsets) of an operator."""
     generator = torch.Generator().manual_seed(0)
     n = 37  # not a multiple of any vector length
     x = torch.randn(24, n, generator=generator, dtype=torch.float64) * torch.logspace(-2, 2, 24)[:, None]

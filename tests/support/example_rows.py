@@ -1,4 +1,4 @@
-"""The example with four logits that the README and the first page of the site print."""
+"""The example with four logits in the README and on the home page of the site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torchlml
 
 
 def example_rows(text: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the comment after each of the three calls in a page, and the row that it should print."""
+    """Yield the comment after each of the three calls on a page, and the row that the comment should show."""
     x = torch.tensor([2.0, 1.0, 0.0, -1.0])
     rows = {"torch.softmax": x.softmax(-1), "torch.sigmoid": x.sigmoid(), "torchlml.lml": torchlml.lml(x, 2)}
     for name, y in rows.items():

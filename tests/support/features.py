@@ -8,7 +8,7 @@ import numpy as np
 
 
 def write_features(folder: Path, width: int) -> Path:
-    """Write an npz of 3000 samples around centers of 100 classes (20 coarse); one fifth is for testing."""
+    """Write 3000 samples around the centers of 100 fine and 20 coarse classes. One fifth is for testing."""
     path = folder / "features.npz"
     random = np.random.default_rng(0)
     fine = np.repeat(np.arange(100), 30)

@@ -1,7 +1,7 @@
-"""Programs in new processes that have not imported torchlml, for tests of imports and environment variables.
+"""Run programs in processes that have not imported torchlml, to test imports and environment variables.
 
-On Linux they are forks of a server that has imported torch alone, because importing torch takes seconds.
-Elsewhere, each program starts a new interpreter.
+On Linux, the processes are forks of a server that has imported only torch, because importing torch takes
+seconds. On other systems, each program starts a new interpreter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProce
 def _server() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.support.fresh"]
     server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.communicate)  # closes the server's input, which ends it
+    atexit.register(server.communicate)  # closes the server's input, which stops the server
     return server
 
 
@@ -56,10 +56,10 @@ def _ask(*request: object) -> int:
 
 
 def _serve() -> None:
-    """Run the program of each line of the input in a fork, and print its exit code."""
+    """Read one program per line of the input, run it in a fork, and print its exit code."""
     import torch  # noqa: F401
 
-    gc.freeze()  # a collection in a fork would copy all memory
+    gc.freeze()  # a garbage collection in a fork would copy all memory
     for request in sys.stdin:
         process = os.fork()
         if process == 0:
@@ -84,7 +84,7 @@ def _run(code: str, words: list[str], settings: dict[str, str], out: str, err: s
         traceback.print_exc()
         exit_code = 1
     sys.stdout.flush()
-    os._exit(exit_code)  # a normal exit takes a second after torch was imported
+    os._exit(exit_code)  # a normal exit takes a second once torch is imported
 
 
 if __name__ == "__main__":

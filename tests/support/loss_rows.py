@@ -1,6 +1,7 @@
-"""Rows with labels in all forms that the loss operators take, and their exact losses.
+"""Rows with labels in all formats that the loss operators accept, and checks against exact losses.
 
-`test_losses_operators.py` tests the CPU operators and `triton_interpreted.py` the interpreted kernels.
+`test_losses_operators.py` uses them to test the CPU operators, and `triton_interpreted.py` to test the
+interpreted Triton kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Batch:
 
 
 def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) -> list[LabeledRow]:
-    """Draw random rows. The second has no label, and some labels of weighted rows have weight 0."""
+    """Draw random rows. The second row has no labels, and some labels of weighted rows have weight 0."""
     g, found = torch.Generator().manual_seed(0), []
     for i, n in enumerate(lengths):
         x = (3 * torch.randn(n, generator=g, dtype=torch.float64)).to(dtype)
@@ -66,7 +67,7 @@ def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) ->
 
 
 def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
-    """Return the rows in canonical form, with labels in the given order and gaps between them."""
+    """Return the rows in the format of the operators. Lists of labels contain padding, which is ignored."""
     join = torch.cat if packed else torch.stack
     x = join([row.x for row in rows])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -98,7 +99,7 @@ def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
 
 
 def check(call: Call, given: Batch) -> None:
-    """Check loss, nu and gradients of every row against float64, with the tolerances of the layer's tests."""
+    """Compare the loss and gradients of every row with float64, within the tolerances for log_lml."""
     x = given.x
     rest = (given.mask, given.offsets, given.labels, given.starts, given.weight)
     loss, nu = call("loss_forward", x, given.k, *rest)
@@ -126,7 +127,7 @@ def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) ->
     allowed = slack(right, work)
     log_y = np.where(c > 0, right.log_y, 0.0)
     wanted = -float((c * log_y).sum())
-    if max(wanted, -log_y.min()) > torch.finfo(work).max:  # like `log_lml`
+    if max(wanted, -log_y.min()) > torch.finfo(work).max:  # overflows, as log_lml does
         assert loss == math.inf
     else:
         size = float((c * np.maximum(1, np.abs(log_y))).sum())

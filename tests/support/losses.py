@@ -1,4 +1,4 @@
-"""The losses that all loss tests run over. Add a new loss here, under the targets that it accepts."""
+"""The losses that all loss tests use. Add a new loss here, to the table for the targets that it accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SINGLE_LABEL = {
     torchlml.topk_svm_loss: torchlml.TopKSVMLoss,
 }
 EVERY = MULTI_LABEL | SINGLE_LABEL
-# These losses treat a set of labels as one event, not as a sum over labels. Tested in test_subset_loss.py.
+# These losses treat a set of labels as one event, not as a sum over labels. test_subset_loss.py tests them.
 SETS = {torchlml.subset_loss: torchlml.SubsetLoss}
 
 every = pytest.mark.parametrize("loss", EVERY, ids=lambda loss: loss.__name__)

@@ -1,4 +1,4 @@
-"""Processes started by tests: forks of a server that has already imported torch, which takes seconds."""
+"""Start processes in tests, as forks of a server that has already imported torch (which takes seconds)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-# The optimizers of torch import torch._dynamo.
+# PyTorch's optimizers import torch._dynamo.
 _IMPORTED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.support.problems"]
 _IMPORTED += [f"torchlml_lab.studies.{study}.sweep" for study in ("cifar100", "scene_graph")]
 _IMPORTED += ["torchlml_lab.multilabel.report"]
@@ -33,25 +33,25 @@ def fork(work: Callable[..., None], *arguments: object) -> BaseProcess:
 
 
 def restore_interrupts() -> None:
-    """Restore Ctrl-C in a new process: children of a shell's background jobs ignore it."""
+    """Enable Ctrl-C in a new process, because children of a shell's background jobs ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def torchlml(words: Sequence[str]) -> int:
-    """Run the command line."""
+    """Run the `torchlml` command."""
     from torchlml_lab.cli import main
 
     return main(words)
 
 
 def script(words: Sequence[str]) -> int:
-    """Run a file as a program."""
+    """Run a Python file as a program."""
     runpy.run_path(words[0], run_name="__main__")
     return 0
 
 
 class Command:
-    """A program on one thread in its own process, with output redirected to files."""
+    """A single-threaded program in its own process, with output redirected to files."""
 
     def __init__(
         self,

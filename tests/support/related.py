@@ -1,8 +1,8 @@
-"""The related operators with exact solutions: one row at a time, independent of the library.
+"""The related operators and their exact solutions, one row at a time and independent of the library.
 
 The two constrained projections use bisection in extended precision (`np.longdouble`), or with 120 digits
-(`mpmath`) for short rows. The definition decides whether a bound on the sum is active. The value is computed
-from the definition, x.y + H(y), not from the dual formula in the library.
+(`mpmath`) for short rows. Whether a bound on the sum is active follows from the sum of the sigmoids.
+`lml_value` is computed from its definition, x.y + H(y), and not from the dual formula in the library.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
         if middle in (lower, upper_end):
             break
         y = values(middle)
-        # Subtract entries at their bounds from k first: in a sum with them, the small rest would be lost.
+        # Subtract entries at their bounds from k. Adding them to the small rest would round the rest away.
         missing = k - bounds[y == bounds].sum()
         lower, upper_end = (lower, middle) if y[y < bounds].sum() > missing else (middle, upper_end)
     return np.asarray(values(lower), dtype=np.float64)
@@ -74,7 +74,7 @@ def _capped_with_mpmath(kind: str, x: Array, k: float, upper: Array) -> Array:
 
 
 def bounded(problem: Problem, dtype: torch.dtype, bound: str) -> Array:
-    """Return lml with a bound: the sigmoids if they satisfy it, otherwise the projection."""
+    """Return lml with a bound on the sum: sigmoid(x) if it satisfies the bound, otherwise the projection."""
     x = problem.row(dtype).double().numpy()
     tails = np.exp(-np.abs(x))
     sigmoid = np.where(x > 0, 1.0, tails) / (1.0 + tails)
@@ -93,13 +93,13 @@ def value(problem: Problem, dtype: torch.dtype) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Member:
-    """A function of (x, k) that maps a row to a row, with its exact solution."""
+    """A related operator: a function of (x, k) that maps a row to a row, and its exact solution."""
 
     name: str
     function: Callable[..., torch.Tensor]
     truth: Callable[[Problem, torch.dtype], Array]
     fixed_sum: bool = True
-    upper: bool = False  # takes a bound per entry
+    upper: bool = False  # accepts an upper bound per entry
 
 
 def _constrained(name: str) -> Member:
@@ -135,7 +135,7 @@ def _expected(member: str, problem: str, dtype: torch.dtype) -> Array:
 
 
 def expected(member: Member, problem: Problem, dtype: torch.dtype) -> Array:
-    """Return the exact result of a member on a problem of the shared table, cached."""
+    """Return the exact result of an operator for one of the `PROBLEMS`, from a cache."""
     return _expected(member.name, problem.name, dtype)
 
 
@@ -143,7 +143,7 @@ ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}  # for a
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 each_constrained = pytest.mark.parametrize("member", CONSTRAINED, ids=lambda member: member.name)
 each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
-# Pure PyTorch and the reference solutions are slow on a million entries, so each such row has one dtype.
+# A million entries are slow in pure PyTorch and in the references, so these rows are tested in one dtype.
 _ONE_DTYPE = {"a million normal, scale 5": torch.float32, "a million, k near n": torch.float64}
 each_problem_and_dtype = pytest.mark.parametrize(
     ("problem", "dtype"),
@@ -163,7 +163,7 @@ def each(problems: list[Problem]) -> pytest.MarkDecorator:
 
 
 def bounds_for(n: int, k: float) -> Array:
-    """Bounds from tiny to large, one of them 0, whose sum exceeds k."""
+    """Return small and large bounds, one of which is 0, whose sum exceeds k."""
     upper = 0.05 + (np.arange(n) * 0.618) % 1.7
     if n > 2:
         upper[1] = 0.0

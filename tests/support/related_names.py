@@ -1,4 +1,4 @@
-"""The operators related to the layer, by name."""
+"""The names of the operators related to lml."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PREDICATES = ("on", "has", "near", "of")
 
 @dataclass
 class Drawn:
-    """An image: boxes are x1, y1, x2, y2 in pixels; relations are (subject, object, predicate) indices."""
+    """An image with boxes (x1, y1, x2, y2) in pixels, and relations (subject, object, predicate)."""
 
     name: str
     boxes: list[tuple[int, int, int, int]]
@@ -27,7 +27,7 @@ class Drawn:
 
 
 def draw(count: int, seed: int = 0) -> list[Drawn]:
-    """Draw images with two to six boxes and several relations on some pairs; every fourth is a test image."""
+    """Draw images with two to six boxes and one to five relations. Every fourth is a test image."""
     random = np.random.default_rng(seed)
     drawn = []
     for i in range(count):
@@ -83,7 +83,7 @@ def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
 
 
 def write_vg(folder: Path, images: list[Drawn], tables: dict[str, np.ndarray] | None = None) -> Path:
-    """Write the three files of Visual Genome, optionally with some tables replaced."""
+    """Write the three files of Visual Genome. `tables` replaces the tables of the images."""
     folder.mkdir(exist_ok=True)
     with h5py.File(folder / "VG-SGG.h5", "w") as file:
         for name, table in (vg_tables(images) if tables is None else tables).items():
@@ -117,7 +117,7 @@ def vrd_annotations(images: list[Drawn]) -> dict[str, list[dict]]:
 
 
 def write_vrd(folder: Path, images: list[Drawn], sizes: bool = True) -> Path:
-    """Write the official files, and those with the sizes of the images."""
+    """Write the official files and, if `sizes` is True, the files with the image sizes."""
     folder.mkdir(exist_ok=True)
     (folder / "objects.json").write_text(json.dumps(OBJECTS))
     (folder / "predicates.json").write_text(json.dumps(PREDICATES))

@@ -1,4 +1,4 @@
-"""Rows without an ordinary solution, with their limits derived by hand."""
+"""Rows whose solution is a limit, such as k = 0 or infinite logits, with the limits derived by hand."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Special:
     short: bool = False  # k exceeds the length, which only ragged rows allow
 
 
+# In the names, m is the number of available entries, and p is the number of entries at +inf.
 SPECIAL = [
     Special("k = 0", [1.0, -2.0, 0.5], 0, [0, 0, 0], -INF),
     Special("k = 0 with +inf", [1.0, INF, 0.5], 0, [0, 0, 0], -INF),
@@ -70,6 +71,6 @@ DENSE = [row for row in SPECIAL if not row.short]
 
 
 def gradient_of_k(row: Special, g: list[float]) -> float:
-    """Return d sum(g y) / dk, which is nonzero only if p entries of +inf share k: then dy/dk = 1/p."""
+    """Return d sum(g y) / dk, which is nonzero only if p > k entries are at +inf. They have dy/dk = 1/p."""
     above = [gi for xi, gi in zip(row.x, g, strict=True) if xi == INF]
     return sum(above) / len(above) if row.nu == -INF and len(above) > row.k > 0 else 0.0

@@ -1,7 +1,7 @@
-"""The exact distribution over k-subsets by independent means, and the rows it is tested on.
+"""Exact distributions over k-subsets, computed independently of torchlml, and the rows used in tests.
 
 `enumerate_sets` sums over all sets with 60 digits. `dynamic_programming` runs the O(nk) recursion on
-logarithms in extended precision. Neither uses a tilt, a Fourier transform or any code of torchlml.
+logarithms in extended precision. Unlike torchlml, neither uses exponential tilting or a Fourier transform.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Exact:
     inclusion: list
     exclusion: list  # 1 - inclusion, with full relative precision
     entropy: object = None
-    sets: dict = field(default_factory=dict)  # (members) -> log probability
+    sets: dict = field(default_factory=dict)  # members of a set -> log probability
 
 
 def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
@@ -60,7 +60,7 @@ def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
 
 
 def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
-    """Compute normalizer and inclusion probabilities of a finite row in 80-bit floating point."""
+    """Compute all quantities of a finite row in 80-bit floating point, except for `sets`."""
     values = x.numpy().astype(np.longdouble)
     n = len(values)
     forward, backward = (_log_polynomials(each, k) for each in (values, values[::-1]))
@@ -74,8 +74,8 @@ def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
 
     inclusion = np.exp(np.array([values[i] + without(i, k - 1) - total for i in range(n)]))
     exclusion = np.exp(np.array([without(i, k) - total for i in range(n)]))
-    # log P of the set of the k largest, minus the expected change for other sets, so that no large numbers
-    # are subtracted.
+    # The entropy is -log P of the set of the k largest entries, plus the expected decrease of log P for other
+    # sets. This avoids a difference of large numbers.
     order = np.argsort(-values, kind="stable")
     best, threshold = np.zeros(n, bool), values[order[k - 1 : k + 1]].mean()
     best[order[:k]] = True
@@ -85,7 +85,7 @@ def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
 
 
 def _log_polynomials(values: np.ndarray, k: int) -> np.ndarray:
-    """Return log e_j of the first i entries, (n + 1, k + 1)."""
+    """Return log e_j of the first i entries as element (i, j), for elementary symmetric polynomials e_j."""
     table = np.full((len(values) + 1, k + 1), -np.inf, dtype=np.longdouble)
     table[0, 0] = 0
     for i, value in enumerate(values):
@@ -112,7 +112,7 @@ def _normal(n: int, scale: float, shift: float = 0.0) -> torch.Tensor:
 
 
 INF = math.inf
-# name -> row, k. All have at most 12 entries, for enumeration.
+# name -> row, k. All rows have at most 12 entries, so that all sets can be enumerated.
 HOSTILE = {
     "ordinary": (_normal(10, 1.0), 4),
     "ties": (torch.zeros(12, dtype=torch.float64), 5),
@@ -128,8 +128,8 @@ HOSTILE = {
     "gap of 20": (_row(20, 20.5, 19, 0, 0.5, -1, 1), 3),
     "gap of 40": (_row(40, 41, 39, 0, 0.5, -1), 3),
     "gap of 1e4": (_row(1e4, 1e4 + 1, 0, 0.5, -1), 2),
-    "gap of 1e4, k inside the upper": (_row(1e4, 1e4 + 1, 1e4 - 1, 0, 0.5, -1), 2),
-    "gap of 1e4, k in the lower": (_row(1e4, 1e4 + 1, 0, 0.5, -1), 3),
+    "gap of 1e4, k inside the upper group": (_row(1e4, 1e4 + 1, 1e4 - 1, 0, 0.5, -1), 2),
+    "gap of 1e4, k inside the lower group": (_row(1e4, 1e4 + 1, 0, 0.5, -1), 3),
     "staircase of 8": (_row(*(8.0 * i for i in range(10))), 4),
     "staircase of 700": (_row(*(700.0 * i for i in range(8))), 4),
     "shift of 1e6": (_normal(11, 1.0, 1e6), 4),
@@ -143,7 +143,7 @@ HOSTILE = {
     "variance above 1/64": (_row(9.66, 9.66, 0, 0), 2),
     "one entry dominates": (_row(12, 0, 0, 0, 0, 0, -30), 1),
 }
-# n, k, scale: on both sides of the variances 18 and 100, where the method changes, up to 2000 entries.
+# n, k, scale. The variances are on both sides of 18 and 100, where the method changes.
 LONG = [(60, 30, 1.0), (120, 20, 0.5), (140, 22, 0.5), (400, 200, 0.1), (500, 200, 1.0), (1000, 990, 3.0),
         (2000, 5, 12.0), (2000, 60, 1.0), (2000, 1000, 0.0), (2000, 1400, 30.0)]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A CSV of texts and tags that can be learned: every tag has its own words among uninformative words."""
+"""A CSV of texts and tags that can be learned. Every tag has its own words, mixed with meaningless words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = "how to do this when the error is not working my code with a new versi
 
 
 def tagged_texts(count: int, seed: int) -> list[tuple[str, list[str]]]:
-    """Texts of about 15 words, and their tags: mostly one or two."""
+    """Texts of about 15 words and their tags, mostly one or two per text."""
     chosen = random.Random(seed)
     rows = []
     for _ in range(count):

@@ -2,9 +2,9 @@
 
     python -m tests.support.triton_compile sm_80 sm_90 sm_100 gfx942
 
-prints a line of JSON for each variant and target: registers, bytes spilled, bytes of shared memory. For
-NVIDIA, ptxas reports these numbers while Triton compiles; for AMD, they are in the metadata of the code
-object.
+prints a line of JSON for each variant and target, with the number of registers, spilled bytes and bytes of
+shared memory. For NVIDIA, ptxas reports these numbers while Triton compiles. For AMD, they are in the
+metadata of the code object.
 """
 # mypy: disable-error-code="import-not-found,import-untyped"
 
@@ -18,7 +18,7 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-# Triton reads these on import: print the ptxas log, and ignore the compilation cache.
+# Triton reads these variables on import. They make it print the ptxas log and ignore its compilation cache.
 os.environ["TRITON_DUMP_PTXAS_LOG"] = os.environ["TRITON_ALWAYS_COMPILE"] = "1"
 
 import triton
@@ -75,7 +75,7 @@ class Variant(NamedTuple):
 
 
 def variants(lanes: int) -> list[Variant]:
-    """Return all launched kernels, with the blocks and warps that `plan` chooses."""
+    """Return all kernels that are launched, with the block sizes and numbers of warps from `plan`."""
     forward, backward = triton_layer.forward_kernel, triton_layer.backward_kernel
     found: list[Variant] = []
 
@@ -94,10 +94,10 @@ def variants(lanes: int) -> list[Variant]:
     for length in (1000, 4000):
         add("log y", forward, length, "bf16", LOG=True, **DENSE)
         add("gradient of log y", backward, length, "bf16", OF=1, **DENSE)
-        add("y of packed rows with a mask", forward, length, "fp16", LOG=False, **PACKED)
+        add("y of jagged rows with a mask", forward, length, "fp16", LOG=False, **PACKED)
     add("nu", forward, 1000, y_ptr=None, LOG=False, **DENSE)
     add("gradient of nu", backward, 1000, y_ptr=None, OF=2, **DENSE)
-    add("gradient of packed log y with a mask", backward, 1000, OF=1, **PACKED)
+    add("gradient of log y of jagged rows with a mask", backward, 1000, OF=1, **PACKED)
     long = {"length": 1_000_000, "rows": 4, **DENSE}
     add("split: survey", triton_split.survey_kernel, **long)
     add("split: evaluate", triton_split.evaluate_kernel, **long)
@@ -115,7 +115,7 @@ def variants(lanes: int) -> list[Variant]:
         add(name, kernel, 1000, **ONE_CLASS)
         add(name, kernel, 4000, "bf16", **ONE_CLASS)
         add(f"{name}, multi-hot", kernel, 4000, **MULTI_HOT)
-        add(f"{name}, lists in packed rows", kernel, 1000, "fp16", **LISTS)
+        add(f"{name}, lists in jagged rows", kernel, 1000, "fp16", **LISTS)
     long = {"length": 1_000_000, "rows": 4, **ONE_CLASS}
     add("split: loss", triton_loss.split_loss_kernel, **long)
     add("split: slope of loss", triton_loss.split_slope_kernel, **long)
@@ -125,7 +125,7 @@ def variants(lanes: int) -> list[Variant]:
 
 
 def measure(variant: Variant, target: str) -> dict[str, Any]:
-    """Return the resources of a variant: registers, bytes spilled and shared, and its bfloat16 rounding."""
+    """Compile a variant, and return its registers, spilled bytes, shared memory and bfloat16 rounding."""
     name, kernel, constants, dtype, warps, length = variant
     types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
     if "LABELS" in constants:  # a loss has one gradient per row
@@ -165,7 +165,7 @@ def _amd(compiled: Any) -> tuple[int, int]:
 
 
 def chosen(target: str) -> list[Variant]:
-    """Return all variants for sm_80, and one per kernel for any other target: bfloat16, longest rows."""
+    """Return all variants for sm_80, and one per kernel for other targets, if possible with bfloat16."""
     found = variants(TARGETS[target].warp_size)
     if target == "sm_80":
         return found

@@ -51,7 +51,7 @@ each_variant = pytest.mark.parametrize("how", VARIANTS.values(), ids=VARIANTS)
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Force:
-    """Lay out the rows as on a GPU with 100 processors, or with the given plan."""
+    """Return a function that sets the plan of the kernels. None means the plan for 100 multiprocessors."""
 
     def layout(how: Plan | None) -> Callable[[Tensor, int, Tensor | None], Plan]:
         return lambda x, rows, offsets: how or plan(1000, x.shape[-1], offsets is not None, 100)
@@ -70,7 +70,7 @@ def float64(*values: float) -> Tensor:
 
 
 def check(row: truth.Row, k: float, y: Tensor, log_y: Tensor, nu: Tensor) -> None:
-    """Check one row of float32: the guarantees for y and its sum, and log y and nu to the rounding of z."""
+    """Check one float32 row: y and its sum to the guaranteed accuracy, log y and nu to the rounding of z."""
     assert np.abs(y.double().numpy() - row.y).max() <= 1e-6
     assert abs(float(y.double().sum()) - k) <= 2e-6 * max(1, k)
     expected = torch.from_numpy(row.log_y).float().double()  # -6e38 is -inf in float32
@@ -121,7 +121,7 @@ def test_shapes(force: Force, how: Plan | None, n: int) -> None:
 
 
 def some(rows: list[Row], how: Plan | None) -> list[Row]:
-    """Return all rows on chip, and different subsets for the variants that are slower to interpret."""
+    """Return all rows for the variant on chip, and subsets for the variants that are slower to interpret."""
     return rows[how == LOOP :: {None: 1, LOOP: 2, SPLIT: 4}[how]]
 
 
@@ -135,8 +135,8 @@ CHIP = [problem for problem in SHORT if 101 < problem.row(torch.float32).numel()
 
 
 @each_variant
-def test_problems_in_packed_rows(force: Force, how: Plan | None) -> None:
-    force(how or Plan(128, 1, True))  # chip: a complete row in its first block
+def test_problems_in_a_jagged_batch(force: Force, how: Plan | None) -> None:
+    force(how or Plan(128, 1, True))  # on chip, a row fits into its first block
     run_problems(some(PACKED, how))
 
 
@@ -170,7 +170,7 @@ def run_problems(problems: list[Problem], dense: bool = False) -> None:
 
 @each_variant
 def test_special_rows(force: Force, how: Plan | None) -> None:
-    """Test all limits together in one jagged batch, each with its own k."""
+    """Test all special rows in one jagged batch, each with its own k."""
     force(how)
     rows = some(SPECIAL, how)
     x, offsets = packed([torch.tensor(row.x) for row in rows])
@@ -206,7 +206,7 @@ def test_special_rows(force: Force, how: Plan | None) -> None:
 
 
 def rounded(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round like the interpreter: bfloat16 toward zero. Compiled code rounds to nearest (`test_triton`)."""
+    """Round like the interpreter, which rounds bfloat16 toward zero. Compiled code rounds to nearest."""
     if dtype == torch.bfloat16:
         wide = (wide.view(torch.int32) & -0x10000).view(torch.float32)
     return wide.to(dtype)
@@ -217,7 +217,9 @@ def rounded(wide: Tensor, dtype: torch.dtype) -> Tensor:
     [(None, torch.bfloat16), (None, torch.float16), (LOOP, torch.bfloat16), (SPLIT, torch.float16)],
     ids=["chip, bfloat16", "chip, float16", "loop", "split"],
 )
-def test_half_is_read_as_float32_and_rounded_once(force: Force, how: Plan | None, dtype: torch.dtype) -> None:
+def test_half_precision_is_computed_in_float32_and_rounded_once(
+    force: Force, how: Plan | None, dtype: torch.dtype
+) -> None:
     force(how)
     x, k, g = (3 * torch.randn(1, 70)).to(dtype), torch.tensor(3.0).double(), torch.randn(1, 70).to(dtype)
     for name, derivative in (("forward", "backward"), ("log_forward", "log_backward")):
@@ -257,14 +259,14 @@ def test_a_row_alone_and_in_a_batch_have_the_same_bits(force: Force) -> None:
     assert torch.equal(y[1:2], call("forward", x[1:2].clone(), k, None, None)[0])
 
 
-def test_no_rows_and_no_entries() -> None:
+def test_no_rows_or_no_entries() -> None:
     for shape in ((0, 5), (3, 0)):
         y, nu = call("forward", torch.empty(shape), torch.tensor(0.0).double(), None, None)
         assert y.shape == shape
         assert nu.shape == (2, shape[0])
 
 
-def test_float64_stays_on_the_torch_path() -> None:
+def test_float64_uses_pure_pytorch() -> None:
     x = torch.randn(2, 20, dtype=torch.float64)
     y, nu = call("forward", x, torch.tensor(3.0).double(), None, None)
     assert nu.dtype == torch.float64
@@ -272,8 +274,8 @@ def test_float64_stays_on_the_torch_path() -> None:
     assert np.abs(y[0].numpy() - row.y).max() <= 1e-11
 
 
-# Each form of labels reaches each variant: one label, a list longer than the 32 that are read at once, and
-# one bool per entry, in the block on chip, in streamed blocks, and in blocks of several programs.
+# Each format of labels is tested with each variant of the kernels. The lists are longer than the 32 labels
+# that are read at once.
 LOSSES = [
     ("one class", False, False),
     ("weighted list", True, True),

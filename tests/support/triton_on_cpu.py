@@ -2,9 +2,9 @@
 
     TRITON_INTERPRET=1 TORCHLML_KERNEL=torch TRITON_VARIANT=loop pytest -p tests.support.triton_on_cpu ...
 
-Triton reads TRITON_INTERPRET when a kernel is decorated, so all of this happens in a separate process. On a
-GPU, the lengths of the rows select the variant. Here `TRITON_VARIANT` selects it, because interpreted rows
-must be short.
+Triton reads TRITON_INTERPRET when a kernel is decorated, so the plugin needs a separate process. On a GPU,
+the variant of a kernel depends on the lengths of the rows. Here it is set by `TRITON_VARIANT`, because the
+interpreter is slow and the rows must be short.
 """
 # mypy: disable-error-code="import-not-found,import-untyped"
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-import torchlml  # noqa: F401  which defines the operators
+import torchlml  # noqa: F401  defines the operators
 from torchlml._triton import Plan, self_test
 from torchlml._triton import operators as triton_operators
 
 PLANS = {
-    "chip": None,  # as on a GPU, which keeps such short rows on chip
+    "chip": None,  # as on a GPU, which keeps short rows on chip
     "loop": Plan(32, 1, True),  # rows longer than 32 have a block on chip and streamed blocks
     "split": Plan(16, 1, True, 4),  # four programs per row; in rows longer than 64, each has several blocks
 }

@@ -1,9 +1,10 @@
 """Exact solutions of the projection, one row at a time, independent of the library.
 
 `solve` bisects the dual variable. It writes `nu = d - anchor`, where `anchor` is the row's own entry at the
-threshold, so that `z = (x - anchor) + d` loses nothing when the logits are shifted by 1e7: the difference is
-exact and `d` is a small number. The residual is summed from `sigma(-|z|)`, which preserves entries that round
-to one. `solve_with_mpmath` does the same with 120 digits and no tricks; `test_accuracy` compares the two.
+threshold, so that `z = (x - anchor) + d` loses no digits when the logits are shifted by 1e7: the difference
+is exact, and `d` is a small number. The residual is summed from `sigma(-|z|)`, which preserves entries that
+round to 1. `solve_with_mpmath` does the same with 120 digits and no tricks. `test_accuracy.py` compares the
+two.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# The stand-in for an infinite logit: far above every finite test value, with finite multiples.
+# Replaces an infinite logit. It is far above every finite test value, and its multiples do not overflow.
 INFINITY_STAND_IN = 1e60
 
 
@@ -37,13 +38,13 @@ def _tails(z: Array) -> Array:
 
 
 def _exact_sum(terms: Array) -> float:
-    """Use `math.fsum`, or numpy's pairwise sum (relative error below 1e-14) for the longest rows."""
+    """Sum with `math.fsum`, or with numpy's pairwise sum (relative error below 1e-14) for very long rows."""
     return math.fsum(terms.tolist()) if terms.size <= 20_000 else float(terms.sum())
 
 
 @dataclass(frozen=True)
 class Row:
-    """A solved row: all quantities that the tests compare with."""
+    """A solved row, with all reference values that the tests need."""
 
     y: Array
     log_y: Array
@@ -72,7 +73,10 @@ class Row:
 
 
 def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Row:
-    """Return the exact projection of one row with 0 < k < m. An entry of +inf is treated as a limit."""
+    """Return the exact projection of one row for 0 < k < m, where m is the number of available entries.
+
+    An entry at +inf is treated as a limit.
+    """
     full = np.asarray(x, dtype=np.float64)
     alive = full > -math.inf
     if mask is not None:
@@ -88,10 +92,10 @@ def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = No
         z = high + (low + d)
         above = z > 0
         tails = _tails(z) * counts
-        # (number of z > 0) - k is exact when it matters; the tails then cancel against it, not against ones
+        # The surplus is exact if it is small. The tails are then added to a small number, not to many ones.
         surplus = float(counts[above].sum()) - k
         if surplus == 0 and tails.max() < 1e-200:
-            # in a gap so wide that the tails underflow, compare their logarithms
+            # In a gap so wide that the tails underflow, compare their logarithms.
             logs = np.log(counts) - np.abs(z)
             return float(np.logaddexp.reduce(logs[~above]) - np.logaddexp.reduce(logs[above]))
         return surplus + _exact_sum(np.where(above, -tails, tails))
@@ -136,7 +140,7 @@ def _row(full: Array, alive: NDArray[np.bool_], anchor: float, d: float) -> Row:
 
 
 def projection(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Array:
-    """Return the projection of any row, including the limits k -> 0, k -> m, x -> +-inf, and NaN."""
+    """Return the projection of any row, including limits (k = 0, too few entries, infinities) and NaN."""
     full = np.asarray(x, dtype=np.float64)
     available = np.ones(full.shape, dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
     if np.isnan(full[available]).any():
@@ -179,7 +183,7 @@ def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
 
 
 def newton_from(x: torch.Tensor, k: float | torch.Tensor, nu: torch.Tensor, steps: int = 4) -> torch.Tensor:
-    """Compute the threshold by differentiable torch operations, so that autograd gives its derivatives."""
+    """Compute the threshold with PyTorch operations, so that autograd can compute its derivatives."""
     for _ in range(steps):
         y = torch.sigmoid(x + nu.unsqueeze(-1))
         nu = nu - (y.sum(-1) - k) / (y * (1 - y)).sum(-1)
