@@ -2,7 +2,8 @@
 # compiler.
 PYTHON ?= python3
 VENV ?= .venv
-# Two processes with one thread each, because most tests are small. More threads than cores wait for each other.
+# Two processes with one thread each, because most tests are small and more threads than cores slow each other
+# down.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 ifeq ($(OS),Windows_NT)
@@ -62,7 +63,7 @@ bench: $(STAMP)  ## compare the speed of lml with softmax and append the times t
 
 # Draws only from the CSV files in results/, which `make bench` and the commands in docs/benchmarks.md extend.
 FIGURE := $(BIN)/torchlml figures
-pictures: $(STAMP)  ## redraw all pictures of the documentation from the data in results/
+pictures: $(STAMP)  ## redraw all pictures in the documentation from the data in results/
 	for name in entropies polytopes projection root-finding sets which-relaxation; do \
 		$(FIGURE) $$name --out docs/images/$$name.png || exit 1; done
 	$(FIGURE) sliding-sigmoid --out docs/images/sliding-sigmoid.gif
@@ -88,11 +89,11 @@ SECONDS ?= 60
 fuzz: $(STAMP)  ## compare the kernel with a float64 reference on random rows, for SECONDS=60
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
 
-fuzz-avx512: $(STAMP)  ## like fuzz, for the AVX-512 kernel emulated on a processor that has only AVX2
+fuzz-avx512: $(STAMP)  ## like fuzz, but for the AVX-512 kernel, emulated on a processor that has only AVX2
 	$(BIN)/python tools/emulate_avx512.py tools/fuzz.py --seconds $(SECONDS)
 
-# auditwheel adds the oldest Linux version that has all required libraries to the file name. torch provides its own
-# library, so it is excluded.
+# auditwheel determines the oldest compatible Linux version and adds it to the file name. torch's library is
+# excluded, because it is part of the torch package.
 wheel: $(STAMP)  ## build a wheel with the compiled kernel into dist/
 	rm -rf build/wheel dist/*.whl
 	PYTHONWARNINGS=ignore $(PIP) wheel -q --no-deps --no-build-isolation -w build/wheel .

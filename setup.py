@@ -49,7 +49,7 @@ UNIX_FLAGS += [
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
 ]  # suppress warnings that GCC's intrinsics cause
-UNIX_FLAGS += ["-Wno-unknown-warning-option"]  # Clang does not know all of these
+UNIX_FLAGS += ["-Wno-unknown-warning-option"]  # Clang does not know all of these options
 # Functions that would require a recent glibc or libstdc++. old_linux.cpp replaces them.
 TOO_NEW = ["exp", "log"]
 TOO_NEW += ["_ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
@@ -208,7 +208,7 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, NoKernel):
         return str(error)
     said = str(error) or type(error).__name__
-    if "No such file or directory" in said:  # the compiler, because the sources exist
+    if "No such file or directory" in said:  # the missing file is the compiler, because the sources exist
         return f"there was no C++ compiler ({said.splitlines()[0][:100]})"
     status = re.search(r"exit (?:status|code) (-?\d+)", said)
     what = f"the compiler ended with {status[0]}" if status else said.splitlines()[0][:100]

@@ -1,8 +1,8 @@
 """Train a classifier whose last layer is sharded by labels across processes.
 
-Run it with `torchrun --nproc-per-node 2 examples/sharded_labels.py`. No process ever holds the whole last
-layer or the logits of all labels. Each label has a center, and the samples of a label are random points
-around its center. The model must include the label of a sample in its k predictions.
+Run it with `torchrun --nproc-per-node 2 examples/sharded_labels.py`. After the initialization, no process
+holds the whole last layer, and none ever holds the logits of all labels. The data set is synthetic: the
+samples of a label are random points around its center. Recall@k is measured.
 """
 
 import torch
