@@ -1,4 +1,4 @@
-"""Settings for all tests: the same Hypothesis examples in every run, and no changed global state of torch."""
+"""Settings for all tests: reproducible Hypothesis examples, and a check of torch's global state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "torchlml",
-    deadline=None,  # the first call of an operator may load a library
+    deadline=None,  # the first call to an operator may load a library
     derandomize=True,  # the same examples in every run, so failures are reproducible
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],

@@ -18,8 +18,8 @@ def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next((path for name in NAMES if (path := shutil.which(name))), None)
     if program is None:
-        pytest.skip("no Chromium on this machine (looked for " + ", ".join(NAMES) + ")")
-    # Chromium's sandbox does not work for root, the usual user in a container.
+        pytest.skip("Chromium is not installed (looked for " + ", ".join(NAMES) + ")")
+    # Chromium's sandbox does not work for root, the default user in a container.
     arguments = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     with api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=arguments)

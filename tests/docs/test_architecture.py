@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# The directory that the paths in each section are relative to.
+# Section heading -> the directory that its paths are relative to.
 PACKAGES = {
     "Library: functions, arguments, derivatives": "torchlml",
     "Library: solvers and kernels": "torchlml",
@@ -20,7 +20,7 @@ FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|md|yml|toml|txt|css|html)|[\w./-]+/)
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """The section heading and the last cell of each row under "Where to make changes"."""
+    """Yield the section heading and the last cell of each row under "Where to make changes"."""
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     part = page.partition("\n## Where to make changes\n")[2].partition("\n## ")[0]
     for section in part.split("\n### ")[1:]:
@@ -31,10 +31,10 @@ def rows() -> Iterator[tuple[str, str]]:
 
 
 def named() -> Iterator[Path]:
-    """The files and directories named in all rows.
+    """Yield the files and directories named in the rows.
 
-    A path is relative to the directory of its section, to the directory of the path before it in the same
-    cell, or to the root of the repository.
+    A path is relative to its section's directory, to the directory of the preceding path in the same cell,
+    or to the root of the repository.
     """
     for heading, cell in rows():
         base = folder = ROOT / PACKAGES[heading]
@@ -51,9 +51,9 @@ def test_every_path_exists() -> None:
 
 
 def test_every_module_has_a_row() -> None:
-    """`settings` modules need no row: the row of `commands.py` explains how to find them."""
+    """Only `settings.py` modules need no row: the row for `commands.py` explains how to find them."""
     listed = set(named())
     for package in ("torchlml", "torchlml_lab"):
         for path in sorted((ROOT / package).rglob("*.py")):
             if path.name not in ("__init__.py", "__main__.py", "settings.py"):
-                assert {path, path.parent} & listed, f"{path.relative_to(ROOT)} has no row"
+                assert {path, path.parent} & listed, f"{path.relative_to(ROOT)} is not listed"

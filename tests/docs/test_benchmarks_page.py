@@ -39,7 +39,7 @@ def texts(png: Path) -> dict[str, str]:
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.relative_to(RESULTS).as_posix())
 def test_a_picture_is_not_older_than_its_data(picture: Path) -> None:
     sources = [source.split(" ") for source in texts(picture).get("Source", "").split(", ")]
-    assert sources != [[""]], "the picture does not name its data, so it must be drawn again"
+    assert sources != [[""]], "the picture does not record its source files, so it must be redrawn"
     for name, digest in sources:
         assert hashlib.sha256((picture.parent / name).read_bytes()).hexdigest() == digest, name
 
@@ -63,12 +63,12 @@ def test_a_picture_names_its_data(tmp_path: Path, kind: str) -> None:
 
 
 def of_page(page: Path, heading: str) -> str:
-    """The text under a heading."""
+    """Return the text under a heading."""
     return page.read_text(encoding="utf-8").partition(f"{heading}\n")[2].partition("\n#")[0]
 
 
 def everything() -> list[Row]:
-    """The last row of each measurement in the CSV files."""
+    """Return the last row for each measurement in the CSV files."""
     found = [row for path in FILES for row in rows(path)]
     names = ("operator", "provider", "mode", "metric", "n", "k", "batch", "scale", "dtype", "threads")
     return list({tuple(row[name] for name in names): row for row in found}.values())
@@ -78,7 +78,7 @@ ROWS = everything()
 
 
 def ratios(**wanted: str | tuple[str, ...]) -> list[float]:
-    """The median ratios of all measurements that have these values."""
+    """Return the median ratios of all measurements that match `wanted`."""
     listed = {name: (value,) if isinstance(value, str) else value for name, value in wanted.items()}
     found = [
         float(row["ratio_p50"]) for row in ROWS if all(row[name] in values for name, values in listed.items())
@@ -88,7 +88,7 @@ def ratios(**wanted: str | tuple[str, ...]) -> list[float]:
 
 
 def shape(text: str) -> tuple[str, str]:
-    """The number of rows and their length in a cell such as `256 × 1,000`, which has non-breaking spaces."""
+    """Return the number of rows and the row length from a cell such as `256 × 1,000`."""
     batch, n = text.replace(",", "").split("\u00a0×\u00a0")
     return batch, n
 
@@ -197,7 +197,7 @@ def test_share_of_the_bandwidth() -> None:
     assert len(table.lines) >= 6
 
     def values(column: str, provider: str, n: str, threads: str) -> dict[tuple[str, str], float]:
-        """The values of a column by k and scale."""
+        """Return the values in a column, keyed by (k, scale)."""
         wanted = {"operator": "projection", "metric": "time", "mode": "forward", "dtype": "float32"}
         wanted |= {"provider": provider, "n": n, "threads": threads}
         return {(row["k"], row["scale"]): float(row[column]) for row in ROWS if wanted.items() <= row.items()}
@@ -216,7 +216,7 @@ Problem = tuple[str, str, str, str, str, str]
 
 
 def short_rows(kernel: str, dtype: str = "float32", threads: str = "1") -> dict[Problem, float]:
-    """The results of `torchlml bench short`, by the name of the ratio, mode, batch, n, k and scale."""
+    """Return the ratios measured by `torchlml bench short`, keyed by name, mode, batch, n, k and scale."""
     found = {}
     for row in rows(RESULTS / "short-rows.csv"):
         of = (json.loads(row["config"])["kernel"], row["dtype"], row["threads"])
@@ -261,7 +261,7 @@ def test_the_text_about_short_rows() -> None:
     }
 
     def changes(kernel: str, dtype: str, threads: str) -> dict[Problem, float]:
-        """The ratios to softmax, divided by the same ratios in float32 with one thread."""
+        """Return the lml / softmax ratios, divided by those for float32 and one thread."""
         plain, other = short_rows(kernel), short_rows(kernel, dtype, threads)
         return {key: other[key] / plain[key] for key in plain if key[0] == "lml / softmax"}
 
@@ -330,13 +330,13 @@ def test_alternatives() -> None:
         for one in tables(ROOT / "docs" / "alternatives.md")
         if one.heads[1] == "forward" and one.lines[0][1:3] == ["1.00", "1.00"]
     ]
-    # tests/lab/test_bench_alternatives.py compares docs/alternatives.md with the CSV. The second of these
-    # tables is for n = 1000.
+    # tests/lab/test_bench_alternatives.py compares docs/alternatives.md with the CSV. This page repeats its
+    # second table of times, which is for n = 1000.
     assert table == there[1]._replace(section=table.section)
     measured = rows(RESULTS / "alternatives.csv")
     row = next(row for row in measured if row["n"] == "1000")
     assert (row["batch"], row["k"], row["threads"]) == ("64", "5", "1")
-    # The summary says that only k times softmax is comparably fast.
+    # The summary says that only k times softmax is about as fast as LML.
     for n in ("1000", "10000"):
         wanted = {"metric": "time", "mode": "forward", "n": n}
         times = {

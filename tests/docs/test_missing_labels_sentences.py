@@ -41,12 +41,12 @@ MANY_LABELS = ("cal500", "delicious")
 
 
 def data_sets(head: str) -> list[str]:
-    """The data sets on which the head was trained."""
+    """Return the data sets on which the head was trained."""
     return [name for name in TITLES if one_label_rows(head, name, "lml")]
 
 
 def score(dataset: str, method: str, head: str = "linear", measure: str = "map") -> float:
-    """The mean over the seeds, in percent."""
+    """Return the mean of a measure over the seeds, in percent."""
     return 100 * mean(float(row[measure]) for row in one_label_rows(head, dataset, method))
 
 
@@ -66,24 +66,24 @@ def behind(dataset: str, head: str, method: str, methods: Iterable[str]) -> floa
 
 
 def wins(method: str, head: str, methods: Iterable[str]) -> list[str]:
-    """The data sets on which the mAP of `method` is above that of all `methods`."""
+    """Return the data sets on which `method` has a higher mAP than all of `methods`."""
     return [name for name in data_sets(head) if behind(name, head, method, methods) < 0]
 
 
 def change(method: str, head: str) -> list[float]:
-    """The mAP of a variant of LML minus that of LML with the mean number of labels, for each data set."""
+    """Return the mAP of an LML variant minus that of LML with the mean k, for each data set."""
     return [score(name, method, head) - score(name, "lml", head) for name in data_sets(head)]
 
 
 def predicted_range() -> tuple[str, str]:
-    """The smallest and the largest change in mAP when k is predicted."""
+    """Return the smallest and largest change in mAP when k is predicted instead of set to the mean."""
     found = [value for head in HEADS for value in change("lml-predicted", head)]
     low, high = (f"{value:+.1f}".replace("-", "−") for value in (min(found), max(found)))
     return low, high
 
 
 def listed(datasets: Iterable[str]) -> str:
-    """The titles of data sets, joined as in a sentence."""
+    """Return the titles of data sets, joined with commas and "and"."""
     return joined([TITLES[name] for name in datasets])
 
 
@@ -149,7 +149,7 @@ def findings() -> list[str]:
 
 
 def wrong_k() -> tuple[list[float], list[float]]:
-    """The largest loss of mAP for each head, if k is half the mean and if k is 1.5 times the mean."""
+    """Return each head's largest drop in mAP if k is half the mean, and if k is 1.5 times the mean."""
     half, more = ([-min(change(name, head)) for head in HEADS] for name in ("lml-half", "lml-more"))
     return half, more
 
@@ -169,14 +169,14 @@ def choosing() -> list[str]:
 
 
 def prose(page: str, section: str | None) -> str:
-    """The text of a section as one line, without tables. None selects the text before the first section."""
+    """Return a section's text as one line, without tables. None selects the text before the first section."""
     parts = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     (text,) = parts[:1] if section is None else [part for part in parts if part.startswith(section + "\n")]
     return " ".join(" ".join(line for line in text.split("\n") if not line.startswith("|")).split())
 
 
 def check(page: str, section: str | None, sentences: Iterable[str], settings: Iterable[str] = ()) -> None:
-    """Check that a section has these sentences, and no decimal numbers outside of them and of `settings`."""
+    """Check that a section contains `sentences`, and no decimal numbers outside these and `settings`."""
     text = prose(page, section)
     for sentence in sentences:
         assert sentence in text, f"{page}, {section}: `{sentence}` is missing"
@@ -226,7 +226,7 @@ def test_the_overview_of_the_results() -> None:
 
 
 def test_a_wrong_digit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check fails for a changed number and for a number outside of the expected sentences."""
+    """The check fails for a changed number and for a number outside the expected sentences."""
     monkeypatch.setattr("tests.docs.test_missing_labels_sentences.ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("# Title\n\nLML has 12.3 points.\n\n| mAP |\n| --- |\n| 99.9 |\n\n## Other\n\n5.5\n")

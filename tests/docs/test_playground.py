@@ -1,4 +1,4 @@
-"""The playground in a browser: its numbers match the library; mouse, touch and keyboard all work."""
+"""The playground in a browser: its numbers match the library, and mouse, touch and keyboard work."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def opened(browser: Any, width: int, height: int, **options: Any) -> Any:
 
 
 def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
-    """Set the state and the selected entry of the page, and return all numbers that the page shows."""
+    """Set the state and the selected entry of the page, and return all numbers shown on it."""
     return page.evaluate(
         "([state, entry]) => { playground.set(state, entry); return playground.read(); }", [state, entry]
     )
 
 
 def layers(k: float, bound: Any) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The layers of the page, computed by torchlml and torch."""
+    """Return the page's layers as functions of torchlml and torch."""
     return {
         "lml": lambda x: torchlml.lml(x, k, bound=bound),
         "sigmoid": torch.sigmoid,
@@ -61,7 +61,7 @@ def layers(k: float, bound: Any) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def check(shown: dict[str, Any], gradients: bool = True) -> None:
-    """Compare all numbers on the page with those of the library in float64."""
+    """Compare all numbers on the page with those that the library computes in float64."""
     state = shown["state"]
     x = torch.tensor(shown["x"], dtype=torch.float64, requires_grad=True)
     for name, layer in layers(state["k"], state["bound"]).items():
@@ -85,7 +85,7 @@ def settings() -> list[dict[str, Any]]:
     found = []
     for i, (k, temperature, bound) in enumerate(kinds):
         scale = (0.3, 2.0, 5.0)[i % 3]
-        # Multiples of 0.01, the resolution of the page. None of these rows is at a kink of sparsemax.
+        # The logits are multiples of 0.01, the page's resolution. None of these rows is at a sparsemax kink.
         logits = (scale * torch.randn(10, generator=generator, dtype=torch.float64)).clamp(-6, 6)
         gap = (0, 0.5, 3, 8)[i % 4]
         found.append(
@@ -116,14 +116,14 @@ def test_a_hundred_settings_give_the_numbers_of_the_library(page: Any) -> None:
 def test_ties_and_extreme_k_give_the_numbers_of_the_library(page: Any, logits: list[float], k: float) -> None:
     for temperature in (0.05, 1):
         shown = show(page, logits=logits, k=k, temperature=temperature, gap=0, bound="exactly")
-        # The constrained layers have no derivative at these alternating logits, which tie at a kink.
+        # At the alternating logits, the constrained layers are at a kink and have no derivative.
         check(shown, gradients=logits[1] != 1.0)
 
 
 def test_a_gap_raises_the_k_largest(page: Any) -> None:
     logits = [3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, 2.5, 2.0, -4.0]
     shown = show(page, logits=logits, k=3, temperature=0.5, gap=2, bound="exactly")
-    raised = [5.0, 4.0, 1.0, 0.0, -1.0, -2.0, -3.0, 4.5, 2.0, -4.0]  # only the first of the two entries 2.0
+    raised = [5.0, 4.0, 1.0, 0.0, -1.0, -2.0, -3.0, 4.5, 2.0, -4.0]  # of the tied entries 2.0, the first
     assert shown["x"] == pytest.approx([2 * each for each in raised])
 
 
@@ -227,7 +227,7 @@ def test_a_link_restores_a_setting_and_invalid_values_are_ignored(browser: Any) 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast(browser: Any, scheme: str) -> None:
-    """The contrast is at least 4.5 to 1, and 3 to 1 for large text, in both themes, as WCAG requires."""
+    """As WCAG requires, the contrast is at least 4.5 to 1, and at least 3 to 1 for large text."""
     page = browser.new_page(color_scheme=scheme)
     page.goto(PLAYGROUND.as_uri())
     names = ["ink", "soft", "lml", "sigmoid", "softmax", "csoftmax", "csparsemax", "shift", "card", "column"]
@@ -252,7 +252,7 @@ def luminance(color: str) -> float:
 
 
 def touch(page: Any, x: float, y: float, dy: float) -> None:
-    """Drag a finger vertically. The browser handles it as real input, so it may scroll the page instead."""
+    """Drag a finger vertically. The browser treats this as real input, so the page may scroll."""
     session = page.context.new_cdp_session(page)
     for step in range(9):
         kind = "touchStart" if step == 0 else "touchMove"
@@ -288,7 +288,7 @@ def test_fingers_move_grips_and_scroll_elsewhere(browser: Any, width: int) -> No
     page.touchscreen.tap(x, page.locator("#logits").bounding_box()["y"] + 10)
     page.wait_for_function("playground.read().selected === 9")
     assert logits(page) == before
-    # If a touch starts next to the grip but within its handle, the bar does not jump and follows the finger.
+    # If a touch starts next to the grip but within its handle, the bar follows the finger without jumping.
     touch(page, x, y + 15, -60)
     page.wait_for_function("playground.read().state.logits[9] > 2")
     unit = page.locator("#logits").bounding_box()["height"] / 180 * 126 / 12
@@ -326,7 +326,7 @@ def test_the_logits_cover_nothing_in_a_low_window(browser: Any, size: tuple[int,
             apart = min(other["right"], stage["right"]) - max(other["left"], stage["left"]) <= 0
             apart |= min(other["bottom"], stage["bottom"]) - max(other["top"], stage["top"]) <= 0
             assert apart, (size, place)
-        if size[0] >= 640:  # the logits are next to the results and entirely in view
+        if size[0] >= 640:  # here the logits are next to the results and fully visible
             assert 0 <= stage["top"] < stage["bottom"] <= size[1]
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     page.close()
@@ -363,7 +363,7 @@ def test_captions_of_the_examples_are_true(page: Any) -> None:
         return torch.tensor(shown[name]["y"][layer], dtype=torch.float64)
 
     def slopes(name: str, layer: str) -> Tensor:
-        """The Jacobian of a layer of torchlml at the logits of the page."""
+        """Return the Jacobian of a torchlml layer at the page's logits."""
         x = torch.tensor(shown[name]["x"], dtype=torch.float64)
         function = layers(shown[name]["state"]["k"], "exactly")[layer]
         return torch.autograd.functional.jacobian(function, x)  # type: ignore[no-untyped-call]
@@ -412,7 +412,7 @@ def test_k_sweeps_up_down_and_back(browser: Any) -> None:
     assert page.get_attribute("#sweep", "aria-label") == "Sweep k"
     for each in seen[:20:4]:
         check(each)
-    # A second click on the button stops the sweep, and so does a change of a logit.
+    # A second click on the button stops the sweep, and so does changing a logit.
     for stop in ("document.getElementById('sweep').click()", "setLogit(0, 1)"):
         page.click("#sweep")
         page.clock.fast_forward(1000)
@@ -435,7 +435,7 @@ def test_reduced_motion_replaces_the_sweep_by_steps(page: Any) -> None:
 
 
 def theme(page: Any) -> str:
-    """The theme of the page, determined from its background color."""
+    """Return the theme of the page, determined from its background color."""
     color = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return {"rgb(246, 247, 249)": "light", "rgb(15, 19, 24)": "dark"}[color]
 
@@ -480,8 +480,8 @@ def test_the_first_button_shares_a_link_to_the_settings(browser: Any) -> None:
     other.goto(link)
     assert other.evaluate("playground.read().state") == state
     other.close()
-    # A phone opens its own dialog, which the user may close. If the browser does not allow sharing, the page
-    # tells the user to copy the link from the address bar.
+    # A phone opens its own share dialog, which the user may close. If the browser does not allow sharing, the
+    # page tells the user to copy the link from the address bar.
     for error, said in (("AbortError", ""), ("NotAllowedError", "The link is in the address bar.")):
         page.evaluate("document.getElementById('shared').textContent = ''")
         page.evaluate(

@@ -1,4 +1,4 @@
-"""README and results page: snippets run; commands, links and tests exist; numbers match results/."""
+"""The README and the results page: snippets, commands, links, names of tests, and numbers from results/."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_readme_names_only_existing_functions() -> None:
 
 
 def means(path: str, column: str, **wanted: str) -> str:
-    """The mean of a column, in percent, over the rows of a CSV in results/ that have the wanted values."""
+    """Return the mean of a column, in percent, over the rows of a CSV in results/ that match `wanted`."""
     with (ROOT / "results" / path).open(newline="", encoding="utf-8") as file:
         found = [float(row[column]) for row in csv.DictReader(file) if wanted.items() <= row.items()]
     assert len(found) >= 3, (path, wanted)
@@ -74,7 +74,7 @@ def evidence() -> list[list[str]]:
 
 
 def kept(dataset: str) -> list[str]:
-    """The nDCG@5 of LML with 30% of the labels, and that of the best other loss."""
+    """Return the nDCG@5 of LML trained with 30% of the labels, and that of the best other loss."""
 
     def of(loss: str) -> str:
         return means(f"multilabel/{dataset}.csv", "ndcg5", keep="0.3", loss=loss)
@@ -101,7 +101,7 @@ def vg(method: str, variant: str) -> str:
 
 
 def vg_best(method: str) -> str:
-    """The R@50 of a method with its best frequency bias that uses only the training images."""
+    """Return a method's R@50 with the best of the frequency biases that use only the training images."""
     return max((vg(method, variant) for variant in ("", "leave-one-out", "without-bias")), key=float)
 
 
@@ -129,7 +129,7 @@ def test_the_evidence_matches_the_results() -> None:
 
 
 def commands() -> dict[str, list[str]]:
-    """The `torchlml ...` commands in code on the pages: a mapping from their names to the options used."""
+    """Map each `torchlml` command that appears in code on the pages to the options it is used with."""
     found: dict[str, list[str]] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

@@ -18,13 +18,13 @@ import torchlml
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECIPES = sorted((DOCS / "recipes").glob("*.py"))
-# The recipes that need another package. These packages emit warnings during training.
+# Recipes that need an additional package. These packages emit warnings during training.
 NEEDS = {"hf_trainer": "transformers", "lightning_module": "lightning"}
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
 
 def run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
-    """Run a recipe on one thread and return its output and its global names."""
+    """Run a recipe on one thread and return its output and its global variables."""
     if recipe.stem in NEEDS:
         pytest.importorskip(NEEDS[recipe.stem], reason=f"{NEEDS[recipe.stem]} is not installed")
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -41,7 +41,7 @@ def run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str
 
 
 def close(said: str, written: str) -> bool:
-    """Whether the words are equal and the numbers are close enough for different versions of torch."""
+    """Whether the words are equal and the numbers differ no more than between versions of torch."""
     if NUMBER.sub("#", said).split() != NUMBER.sub("#", written).split():
         return False
     pairs = zip(NUMBER.findall(said), NUMBER.findall(written), strict=True)
@@ -56,7 +56,7 @@ def test_a_recipe_prints_the_output_on_its_page_within_seconds(
     said, _ = run(recipe, capsys)
     assert time.process_time() - before < 20
     written = recipe.with_suffix(".txt").read_text(encoding="utf-8")
-    assert close(said, written), f"{recipe.name} printed\n{said}\nbut its page says\n{written}"
+    assert close(said, written), f"{recipe.name} printed\n{said}\nbut its page shows\n{written}"
 
 
 def test_different_words_or_numbers_are_not_close() -> None:
@@ -66,7 +66,7 @@ def test_different_words_or_numbers_are_not_close() -> None:
 
 
 def code_lines(text: str) -> int:
-    """The number of lines of code, without blank lines, comments and docstrings."""
+    """Return the number of lines of code, not counting blank lines, comments and docstrings."""
     silent = {
         tokenize.COMMENT,
         tokenize.NL,
@@ -94,7 +94,7 @@ def test_every_recipe_is_short_and_has_a_page_with_its_output() -> None:
 
 
 def test_the_trainer_loss_is_the_mean_over_all_rows_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    """The losses of the micro-batches of a step sum to the mean over all rows, computed by hand."""
+    """The micro-batch losses of a step sum to the mean loss over all rows, computed by hand."""
     recipe = DOCS / "recipes" / "hf_trainer.py"
     _, names = run(recipe, capsys)
     logits, labels = (

@@ -1,4 +1,4 @@
-"""The site builds without warnings and uses no other host; every link resolves and every snippet runs."""
+"""The site builds without warnings, fetches no external files, and has working links and snippets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Html(HTMLParser):
-    """The links, the anchors and the fetched files of a page."""
+    """The links, anchors and fetched files of a page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_every_link_on_the_site_has_a_target(site: Path, pages: dict[Path, Html]
     for page, html in pages.items():
         for link in html.links:
             parts = urlsplit(link)
-            if parts.scheme or page.name == "404.html":  # the links of the 404 page start at the root
+            if parts.scheme or page.name == "404.html":  # links on the 404 page start at the site root
                 assert parts.scheme in ("", "https"), (page.name, link)
                 continue
             target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
@@ -154,7 +154,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def served(site: Path) -> Iterator[str]:
-    """Serve the site on this machine, and yield its address."""
+    """Serve the site locally, and yield its address."""
     handler = functools.partial(_Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -230,7 +230,7 @@ def test_site_and_playground_share_a_theme(browser: Any, served: str) -> None:
         written = page.evaluate(stored)
         page.click("#theme")
         page.click("#theme")
-        assert page.evaluate(f"JSON.parse({stored})") == json.loads(written)  # in the format of the site
+        assert page.evaluate(f"JSON.parse({stored})") == json.loads(written)  # in the site's format
         page.click("#theme")
         assert not dark()
         page.goto(f"{served}/faq.html")
@@ -256,7 +256,7 @@ def test_a_phone_opens_the_navigation(browser: Any, served: str) -> None:
         page.wait_for_url("**/choosing-a-relaxation.html")
 
 
-# Pages are laid out in a frame outside the window, because painting them would take most of the time.
+# Lay out each page in an off-screen frame, because painting it would take most of the time.
 LAID_OUT = """async ([name, widths]) => {
     const frame = document.createElement("iframe");
     frame.style.cssText = `position: fixed; left: -9999px; border: 0; height: 800px; width: ${widths[0]}px`;
@@ -280,7 +280,7 @@ def test_no_page_scrolls_sideways_and_no_table_is_clipped(browser: Any, served: 
     ]
     widths = [1280, 390]
     with visit(browser, f"{served}/index.html", viewport={"width": 1280, "height": 800}) as page:
-        # Without this, every page would build the search index again.
+        # Otherwise, every page would build the search index again.
         page.route("**/search_index.json", lambda route: route.abort())
         for name in pages:
             for width, (needed, clipped) in zip(

@@ -121,7 +121,7 @@ def test_speed_of_balanced_lml():
 
 
 def of_routing(router: str, name: str) -> list[float]:
-    """The values of a column in the second half of training."""
+    """Return a router's values in a column, from the second half of training."""
     found = [row for row in rows(RESULTS / "routing" / "routing.csv") if row["router"] == router]
     last = max(int(row["step"]) for row in found)
     return [float(row[name]) for row in found if int(row["step"]) > last / 2]
@@ -166,7 +166,7 @@ def test_the_text_about_the_routing_study():
         return f"{max(of_routing(router, 'worst_load')):.2f}"
 
     def differences(router: str) -> list[float]:
-        """The final losses minus those without balancing, for the same seeds, in ascending order."""
+        """Return the final losses minus those without balancing for the same seeds, in ascending order."""
         without = final_losses("no balancing")
         return sorted(loss - without[seed] for seed, loss in final_losses(router).items())
 

@@ -1,4 +1,4 @@
-"""`torchlml bench layer` and `constrained`: measurements, output files and the validation of options."""
+"""`torchlml bench layer` and `torchlml bench constrained`: measurements, output files and options."""
 
 import csv
 import errno
@@ -200,7 +200,7 @@ def test_every_lml_provider_computes_the_projection(provider, one_thread):
     (expected,) = torch.autograd.grad(torchlml.lml(x, 7), x, grad)
     for mode in ("backward", "forward+backward"):
         call = call_of(provider, case, mode)
-        for _ in range(2):  # repeated calls give the same result
+        for _ in range(2):  # repeated calls must give the same result
             torch.testing.assert_close(call(), expected, rtol=0, atol=1e-10)
 
 

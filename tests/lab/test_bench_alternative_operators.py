@@ -28,12 +28,12 @@ def test_an_alternative_gives_a_value_and_a_gradient_for_each_entry(peer) -> Non
     assert y.shape == gradient.shape == x.shape
     assert gradient.isfinite().all()
     assert gradient.ne(0).any()
-    # A larger logit never gets a smaller value, except in the two methods that mix compared entries.
+    # A larger logit never gets a smaller value, except with two methods that mix the entries they compare.
     order = x.argsort(-1)
     assert peer.name in ("difftopk", "softtorch") or (y.gather(-1, order).diff(dim=-1) >= -1e-4).all()
     if peer.name == "dftopk":  # its outputs do not sum to k
         return
-    # torchsort computes a mask from soft ranks, which sums to k only approximately.
+    # torchsort's mask, which is computed from soft ranks, sums to k only approximately.
     loose = {"difftopk": 1e-5, "cvxpylayers": 1e-3, "torchsort": 1.0}.get(peer.name, 1e-9)
     torch.testing.assert_close(y.sum(-1), torch.full((4,), 3.0, dtype=torch.float64), atol=loose, rtol=0)
 

@@ -1,4 +1,4 @@
-"""`torchlml bench alternatives`: the properties of each method are correct and written to files."""
+"""`torchlml bench alternatives`: the reported properties of each method are correct and are saved."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _raises(x: Tensor, k: int) -> Tensor:
 
 
 class _SlopeOff(torch.autograd.Function):
-    """The identity, whose gradient in float32 is 1% too large."""
+    """The identity function with a gradient that is 1% too large in float32."""
 
     @staticmethod
     def forward(ctx, x):
@@ -59,7 +59,7 @@ class _SlopeOff(torch.autograd.Function):
 
 
 def _solved(row: list[float], k: int, share: Callable[[mpmath.mpf], mpmath.mpf]) -> list[float]:
-    """Return share(x - b) for every entry x. Bisection with 60 digits finds the b that makes the sum k."""
+    """Return share(x - b) for every entry x. Bisection with 60 digits finds b such that the sum is k."""
     with mpmath.workdps(60):
         x = [mpmath.mpf(value) for value in row]
         low, high = min(x) - 50, max(x) + 50
@@ -136,7 +136,7 @@ def test_lml_has_every_ability_and_a_raising_method_has_none() -> None:
     assert abilities(_raises) == dict.fromkeys(ABILITIES, False)
 
 
-# Each function lacks one ability: it raises no error, but its result is wrong. This must count as missing.
+# Each function lacks one ability, but returns a wrong result instead of raising an error.
 LOSES = {
     "-inf": lambda x, k: scaled_softmax(x, k) + 0 * x.amin(-1, keepdim=True),
     "vmap": lambda x, k: scaled_softmax(x, k) * (0.5 if torch._C._are_functorch_transforms_active() else 1.0),

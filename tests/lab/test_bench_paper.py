@@ -1,4 +1,4 @@
-"""The paper's timing study: the competitors, the files, and verdicts that follow from the numbers."""
+"""The paper's timing study: competitors, output files, and verdicts that follow from the numbers."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_run_writes_every_competitor_the_figure_and_the_claims(capsys, tmp_path)
 
 
 class _Interrupted:
-    """Replaces the losses of the study by empty calls. Call number `stop` raises `error`."""
+    """Functions that do nothing, in place of the study's losses. Call number `stop` raises `error`."""
 
     def __init__(self, stop, error=KeyboardInterrupt):
         self.begun, self.stop, self.error = 0, stop, error
@@ -63,8 +63,8 @@ class _Interrupted:
             raise self.error
 
 
-# A row length has 2 problems with 8 functions. Each function is called once for warm-up and once in each of
-# 2 trials, so a row length takes 48 calls.
+# Each row length has 2 problems with 8 functions each. A function is called once for warm-up and once in each
+# of 2 trials, so a row length takes 48 calls.
 def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     with monkeypatch.context() as patch:
@@ -147,11 +147,11 @@ def test_every_competitor_computes_its_loss():
     assert set(calls) == {Entry(case, name, mode) for name, mode in TIMED} == set(paper._entries(case))
     for call in calls.values():
         call()
-        call()  # a second call must work too
+        call()  # a second call must also work
 
 
 def measured(**ratios):
-    """Rows of a run in which each method takes the given multiples of the baseline, for k = 5 and 100."""
+    """Return rows in which each method takes the given multiples of the baseline's time (k = 5 and 100)."""
     everything = dict.fromkeys(paper.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }

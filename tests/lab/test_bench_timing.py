@@ -26,7 +26,7 @@ class _NoisyMachine:
 
     def call(self, name, seconds):
         def run():
-            # Ten rounds of two calls at full speed, then ten rounds at a tenth of it, as on a shared machine.
+            # As on a shared machine: ten rounds of two calls at full speed, then ten rounds ten times slower.
             slowdown = 10 if sum(self.calls.values()) // 20 % 2 else 1
             self.calls[name] += 1
             self.now += seconds * slowdown
@@ -54,7 +54,7 @@ def test_a_slow_competitor_does_not_starve_the_others(monkeypatch):
     result = timing.race(calls, "base", repetitions=50, seconds=1)
     assert result["base"].rounds == 50
     assert result["slow"].rounds == 1
-    assert machine.calls["slow"] == 2  # one of them for warm-up
+    assert machine.calls["slow"] == 2  # including one for warm-up
 
 
 def test_garbage_collection_is_paused_only_during_timing():
@@ -75,7 +75,7 @@ def test_quantiles(samples):
     ("call", "mebibytes"),
     [
         ("x + 1", 4),  # only the result
-        ("(x + 1).double()", 12),  # a temporary, and a result of twice its size
+        ("(x + 1).double()", 12),  # a temporary, and a result twice its size
         ("x.add_(1)", 0),  # in place
         ("[x + 1, x + 2, x + 3]", 12),  # all three results are alive at the peak
     ],
@@ -104,4 +104,4 @@ def test_an_interrupted_race_reports_its_finished_rounds():
 
     with pytest.raises(Stopped) as stopped:
         timing.race({"base": call}, "base", 100, 10)
-    assert stopped.value.timings["base"].rounds == 3  # after one warm-up call
+    assert stopped.value.timings["base"].rounds == 3  # without the warm-up call

@@ -28,7 +28,7 @@ def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
     part = some_part()
     noisy = data.with_noise(part, probability, seed=3)
     assert (noisy.fine % 20 == part.coarse).all()
-    # A resampled label is unchanged in one of five cases. Allow five standard deviations of the binomial.
+    # A resampled label is unchanged in one of five cases. Allow for five standard deviations.
     rate = 0.8 * probability
     share = (noisy.fine != part.fine).double().mean().item()
     assert abs(share - rate) <= 5 * (rate * (1 - rate) / len(part)) ** 0.5
@@ -206,7 +206,7 @@ def test_durations_as_text(seconds, said):
 
 
 def test_a_wide_head_memorizes_wrong_labels(tmp_path):
-    """A row of a sweep has the accuracies on the noisy training labels and on the clean test labels."""
+    """The accuracy is high on the noisy training labels, but not on the clean test labels."""
     settings = Cifar100Settings(
         features=write_features(tmp_path, 16),
         head="wide",

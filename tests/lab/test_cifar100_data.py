@@ -1,4 +1,4 @@
-"""The data of the CIFAR-100 study: the official archive, malicious and damaged files, and feature files."""
+"""Data for the CIFAR-100 study: the official archive, malicious and damaged files, and feature files."""
 
 import pickle
 import subprocess
@@ -14,7 +14,7 @@ from torchlml_lab.studies.cifar100 import data
 
 
 def batch(count, seed=0):
-    """The content of a file in the official format. Fine labels are balanced, and coarse = fine mod 20."""
+    """Return the contents of an official file. Fine labels are balanced, and coarse = fine mod 20."""
     random = np.random.default_rng(seed)
     fine = np.arange(count) % 100
     return {

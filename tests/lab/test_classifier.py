@@ -28,7 +28,7 @@ QUICK: Any = {"hidden": 0, "epochs": 8, "learning_rate": 0.1, "batch_size": 32, 
 
 
 def rows(count: int = 240) -> tuple[Any, Any]:
-    """Features, and a multi-hot matrix of the one to three labels with the highest linear scores."""
+    """Return features, and multi-hot labels: one to three per sample, with the highest linear scores."""
     random = np.random.default_rng(0)
     x = random.normal(size=(count, 8))
     order = np.argsort(-(x @ random.normal(size=(8, 6))), axis=1)
@@ -99,7 +99,7 @@ def test_the_classifier_learns_from_dense_and_sparse_rows(loss: Any, hidden: int
     settings = QUICK | {"hidden": hidden, "dropout": 0.1}
     for x in (X, sparse.csr_matrix(X)):
         model = TopKClassifier(loss=loss, **settings).fit(x[:180], Y[:180])
-        assert model.score(x[180:], Y[180:]) > 0.7  # about one third would be chance
+        assert model.score(x[180:], Y[180:]) > 0.7  # chance would be about one third
         assert model.score(sparse.csr_array(X[180:]), Y[180:]) == model.score(x[180:], Y[180:])
 
 
@@ -238,7 +238,7 @@ def test_large_integers_stay_integers() -> None:
 
 
 class Series:
-    """A column of lists. Like a polars Series, it yields each list as another column."""
+    """A column of lists. Like a polars Series, it yields each list as another Series."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values

@@ -246,7 +246,7 @@ EVERY_COMMAND = [
     *(["bench", name] for name in BENCHMARKS),
     *(["figures", name] for name in [*FIGURES, "all"]),
 ]
-"""Every command, alone and with every name that it accepts."""
+"""Every command, without arguments and with each name that it accepts."""
 SLOW = ("torch", "numpy", "scipy", "sklearn", "matplotlib", "accelerate", "h5py")
 
 

@@ -1,4 +1,4 @@
-"""Commands that work on a run of any task, and the help texts of all commands for tasks."""
+"""Commands that accept a run of any task, and the help texts of all task commands."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from torchlml_lab.commands import TASKS
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of the task `cifar100` on a small file of features."""
+    """A run of the task `cifar100` on a small feature file."""
     folder = tmp_path_factory.mktemp("runs")
     random = np.random.default_rng(0)
     fine = np.repeat(np.arange(100), 10)
@@ -98,7 +98,7 @@ def test_help_without_a_run_lists_the_options_of_every_task(capsys, monkeypatch,
 
 
 def boxes(capsys, *words):
-    """Return the options in each box of a help text, by the title of the box."""
+    """Return the options in each box of a help text, keyed by the box's title."""
     assert cli.main([*words, "--help"]) == 0
     parts = re.split(r"^ (\S.*\S) +\n -+ $", capsys.readouterr().out, flags=re.MULTILINE)[1:]
     return {

@@ -27,7 +27,7 @@ K = 2
 
 
 def samples(rows: int, labels: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, probabilities, and labels drawn with these probabilities, at least one label per sample."""
+    """Return logits, their probabilities, and labels drawn from these, with at least one per sample."""
     logits = 2 * torch.randn(rows, labels)
     y = torchlml.lml(logits, K)
     observed = torch.rand(rows, labels) < y
@@ -131,7 +131,7 @@ def test_the_number_of_labels_is_a_ridge_regression() -> None:
 
 
 def test_the_rule_with_the_best_sets_is_chosen() -> None:
-    # Observed labels, and only these, have probabilities above 0.5, so `half` is right and `top-k` is not.
+    # Only observed labels have probabilities above 0.5, so the rule `half` is right and `top-k` is not.
     observed = torch.rand(60, 6) < 0.4
     observed[:, 0] |= ~observed.any(-1)
     y = torch.where(observed, 0.6, 0.4) + 0.05 * torch.rand(60, 6)
@@ -230,7 +230,7 @@ def test_the_report_and_predict_use_the_same_sets(run: Path, tmp_path: Path, cap
     auto = matrix([row["labels"] for row in predicted(run, data, "auto")])
     assert np.array_equal(auto, chosen[stored["rule"]])
     assert f"Rule `{stored['rule']}`: " in capsys.readouterr().out
-    # labels.csv has one line for each label, computed with the rule of the run.
+    # labels.csv has one line for each label, computed with the run's rule.
     with (tmp_path / "report" / "labels.csv").open(newline="") as file:
         table = {row["label"]: row for row in csv.DictReader(file)}
     assert sorted(table) == names

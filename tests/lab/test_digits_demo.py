@@ -1,4 +1,4 @@
-"""The demo: its data, its measures compared with counts by hand, and sentences that match the numbers."""
+"""The demo: its data, its metrics compared with hand counts, and sentences that match the numbers."""
 
 import re
 
@@ -50,7 +50,7 @@ def test_measures_by_hand():
     assert found.hidden_recall == pytest.approx(1 / 2)
     assert found.exact == pytest.approx(1 / 2)
     assert found.count == pytest.approx(2)
-    # Bins: 16 at 0.05 with one present, 1 at 0.65 present, 1 at 0.85 absent, 2 at 0.95 present.
+    # Bins: 16 digits at 0.05 (one present), 1 at 0.65 (present), 1 at 0.85 (absent), 2 at 0.95 (present).
     expected = (16 * abs(0.05 - 1 / 16) + 0.35 + 0.85 + 2 * 0.05) / 20
     assert found.calibration_error == pytest.approx(expected, rel=1e-5)
 
@@ -65,7 +65,7 @@ def test_stacked_networks_are_independent(one_thread):
 
 
 def results_where(lml, softmax, count=10.0):
-    """Synthetic measurements of three seeds, with the given values for LML and cross-entropy."""
+    """Return synthetic measurements for three seeds, with the given values for LML and cross-entropy."""
     nothing = torch.zeros(3, 10)
 
     def measured(value):

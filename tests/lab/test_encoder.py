@@ -53,7 +53,7 @@ def test_embeddings_match_the_model_and_precede_numeric_columns(
     texts = ["A cat sat.", "A kitten was sitting.", "Rates rose.", "A cat sat."]
     encoder = Encoder(model)
     found = encoder.encode(rows(texts, [1.0, np.nan, 3.0, 4.0]))
-    # The model is defined as the mean over the tokens, scaled to norm 1.
+    # By definition, an embedding is the mean over the tokens, scaled to norm 1.
     tokens = AutoTokenizer.from_pretrained(model)(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         states = AutoModel.from_pretrained(model).eval()(**tokens).last_hidden_state
@@ -71,7 +71,7 @@ def test_embeddings_match_the_model_and_precede_numeric_columns(
     monkeypatch.setattr(labeled_rows, "_encoder", lambda name: pytest.fail("the model was loaded"))
     again = Encoder(model, tmp_path / "e.npz").encode(rows(texts[::-1], [0.0] * 4)).features.toarray()
     assert np.array_equal(again[:, :384], features[::-1, :384])
-    # The embeddings of another model are not used.
+    # Embeddings saved by another model are not used.
     with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
         Encoder("another", tmp_path / "e.npz").encode(rows(texts, [0.0] * 4))
     (tmp_path / "e.npz").write_bytes((tmp_path / "e.npz").read_bytes()[:999])
@@ -89,7 +89,7 @@ def test_a_run_with_an_encoder(model: str, tmp_path: Path, capsys, monkeypatch) 
     found = torchlml_lab.load_run(out)
     chosen = found.predict([text for text, _ in new], "top-k")
     right = [row[0] in tags for row, (_, tags) in zip(chosen, new, strict=True)]
-    assert np.mean(right) > 0.6  # one in four would be chance
+    assert np.mean(right) > 0.6  # chance would be one in four
     new_file = write_texts(tmp_path / "new.csv", new)
     assert cli.main(["evaluate", str(out), "--data", str(new_file)]) == 0
     # The samples of the run are not encoded again, even if its directory has moved.

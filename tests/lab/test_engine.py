@@ -53,7 +53,7 @@ def wait_for_epoch(folder, epoch, running):
 
 @pytest.fixture(scope="module")
 def whole(features, tmp_path_factory):
-    """An undisturbed run."""
+    """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert "Test of epoch" in output(start(words(features, out)))[0]
     return out
@@ -80,7 +80,7 @@ def same(one, other):
 
 
 def lines_of(run):
-    """The lines of a run's metrics that are about validation and test."""
+    """Return the validation and test lines of a run's metrics."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] != "train"]
 
@@ -138,13 +138,13 @@ def full_disk(size):
 
 @pytest.mark.parametrize("kept", ["nothing", "the weights"])
 def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
-    """The limit stops safetensors, which writes the weights, or torch, which writes the optimizer state."""
+    """The first limit is reached while safetensors writes the weights, the second in the optimizer state."""
     out = tmp_path / "run"
     weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
     killed(features, out)
     before = (out / "state.json").read_bytes()
     # A run that is killed just before or after its state is written leaves a superfluous checkpoint like this
-    # one. It is removed too.
+    # one, which must also be removed.
     shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
     limit = 20_000 if kept == "nothing" else weights + 100
     _, errors = output(start(resume(out), partial(full_disk, limit)), code=1)
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
 
 @pytest.fixture
 def unfinished(whole, tmp_path):
-    """A copy of the undisturbed run without the result of the final test."""
+    """A copy of the uninterrupted run without the result of the final test."""
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     return tmp_path / "run"
@@ -176,7 +176,7 @@ def edit(path, **changes):
 
 
 def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole):
-    # The file contains the line of the test, a line of an epoch without a checkpoint, and an incomplete line.
+    # The file has the line for the test, a line for an epoch without a checkpoint, and an incomplete line.
     with (unfinished / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 7, "split": "validation"}\n{"epo')
     (unfinished / "checkpoints" / ".partial").mkdir()
@@ -185,7 +185,7 @@ def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole
 
 
 def die_before_the_first_commit():
-    """Make this process kill itself after it writes the metrics of the first epoch, but before the state."""
+    """Make this process kill itself after it writes the first epoch's metrics, but before the state."""
 
     def commit(self, state):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_rejected(capsys, unfinished, name):
 
 @pytest.mark.parametrize("kept", [0, 100, None])
 def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
-    """Without the saved states, the resumed run would use other random numbers and have other metrics."""
+    """Without the saved states, the resumed run would use different random numbers and change the metrics."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     if kept is None:
         path.unlink()
@@ -249,7 +249,7 @@ def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
 
 
 def test_random_states_that_accelerate_skips_are_rejected(capsys, unfinished):
-    """If one state is missing, accelerate restores none of them and only logs a message."""
+    """If one random state is missing, accelerate restores none of them and only logs a message."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     states = torch.load(path, weights_only=False)
     del states["numpy_random_seed"]
@@ -274,7 +274,7 @@ def test_a_run_is_written_by_one_process_at_a_time(features, tmp_path, capsys):
         wait_for_epoch(out, state["epoch"] + 2, running)
     finally:
         running.kill()
-    # The lock ends with its process, so the run can be resumed.
+    # The lock is released when its process ends, so the run can be resumed.
     epochs = [line["epoch"] for line in lines_of(out)]
     assert epochs == list(range(1, len(epochs) + 1))
     again = start(resume(out))

@@ -36,7 +36,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of torchlml_lab that a file imports, including imports within functions."""
+    """Return the modules of torchlml_lab that a file imports, including imports inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -52,7 +52,7 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def imports(root: Path) -> dict[str, set[str]]:
-    """The imports of each module, except for `torchlml_lab` itself, which re-exports a class lazily."""
+    """Return each module's imports, except for `torchlml_lab` itself, which re-exports a class lazily."""
     known = modules(root)
     return {
         name: set(imported(path, known)) - {name} for name, path in known.items() if name != "torchlml_lab"
@@ -69,7 +69,7 @@ def packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return a cycle of a graph, or an empty list."""
+    """Return a cycle in a graph, or an empty list."""
     done: set[str] = set()
 
     def visit(name: str, above: list[str]) -> list[str]:

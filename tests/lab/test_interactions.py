@@ -1,4 +1,4 @@
-"""Files of pairs of users and items: supported formats, and one-sentence errors for bad files."""
+"""Files of user–item pairs: supported formats, and one-sentence errors for bad files."""
 
 from __future__ import annotations
 

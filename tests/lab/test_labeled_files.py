@@ -1,4 +1,4 @@
-"""The readers of labeled data: all formats give the same rows, and bad files raise clear errors."""
+"""Reading labeled data: all formats give the same rows, and bad files raise clear errors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_tables(tmp_path: Path, ending: str) -> None:
         rows.features.toarray(), np.array([[1.5], [np.nan], [3]], np.float32), equal_nan=True
     )
     assert names_of(rows) == [["x", "y"], [], ["y"]]
-    # Read the same file for prediction, which ignores the labels.
+    # Reading the same file for prediction ignores the labels.
     again, _ = read_labeled(path, "--data", columns=Columns(("title",), ("size",)), labeled=False)
     assert again.texts == rows.texts
     assert again.names == []
@@ -346,7 +346,7 @@ def test_common_column_names_take_precedence_over_guesses(tmp_path: Path) -> Non
     _, columns = read_labeled(path, "--train")
     assert columns is not None
     assert columns.labels == ("tags",)
-    # If the user chooses `tags` as an input, the labels come from another column with a common name.
+    # If the user chooses `tags` as an input, the labels come from another column with a typical name.
     _, columns = read_labeled(path, "--train", columns=Columns(texts=("body", "tags")))
     assert columns is not None
     assert columns.labels == ("category",)
@@ -374,7 +374,7 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
     assert columns == Columns(("comment_text",), (), ("toxic", "severe", "insult"), None)
     assert str(columns).endswith("3 labels, with a column of 0 and 1 each: `toxic`, `severe`, `insult`")
     assert [sorted(row) for row in names_of(found)] == [["insult", "toxic"], [], ["severe", "toxic"]]
-    # The user may also choose the columns. An empty cell counts as 0.
+    # The user may also choose the label columns. An empty cell counts as 0.
     empty = [tuple("" if cell == said[0] else cell for cell in row) for row in rows]
     table(path, TOXIC, empty)
     chosen = Columns(("comment_text",), labels=("severe", "toxic"))
@@ -416,7 +416,7 @@ def test_columns_that_number_the_samples_are_not_inputs(tmp_path: Path) -> None:
     path = table(tmp_path / "a.csv", ["", "doc_id", "body", "group_id", "tags"], rows)
     _, columns = read_labeled(path, "--train")
     assert columns == Columns(("body",), ("group_id",), ("tags",), ",")
-    # If a table has no other columns, these columns are inputs.
+    # If a table has no other columns, such columns are used as inputs.
     _, columns = read_labeled(table(path, ["id", "tags"], [(1, "x"), (2, "y")]), "--train")
     assert columns == Columns((), ("id",), ("tags",), ",")
 
@@ -559,7 +559,7 @@ def test_several_sparse_files_are_read_as_one(tmp_path: Path) -> None:
     names.write_text("".join(f"label {10 - i}\n" for i in range(11)))
     rows, _ = read_samples(parts(tmp_path / "text", *lines, ending="svm"), "--train", label_names=names)
     assert np.array_equal(rows.features.toarray(), X)
-    assert rows.names == ["label 8", "label 0"]  # in the order of the numbers 2 and 10
+    assert rows.names == ["label 8", "label 0"]  # for the label numbers 2 and 10
     assert names_of(rows) == [["label 8", "label 0"], [], ["label 8"]]
     for name, matrix in (("x", np.asarray(X)), ("y", np.eye(3))):
         for number, part in enumerate((matrix[:1], matrix[1:])):
@@ -599,7 +599,7 @@ def test_incompatible_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(WHOLE)
     with pytest.raises(BadInput, match=r"`--train` names .*a.csv` twice"):
         read_samples((tmp_path / "a.csv", tmp_path / "a.csv"), "--train")
-    # Columns that the user did not choose may differ.
+    # Columns that the user did not choose may differ between files.
     (tmp_path / "b.csv").write_text("text,tags\nsix,9\n")
     chosen = Columns(("text",), (), ("tags",))
     rows, _ = read_samples((tmp_path / "a.csv", tmp_path / "b.csv"), "--train", columns=chosen)

@@ -1,4 +1,4 @@
-"""Large data: sparse updates, inputs in blocks, forecasts, several files, and the benchmark of training."""
+"""Large data: sparse updates, inputs in blocks, forecasts, several files, and the training benchmark."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchlml_lab.multilabel.settings import MultilabelSettings
 
 
 def trained(build) -> list[torch.Tensor]:
-    """Train an embedding with sparse gradients and a bias with dense gradients. Rows 15 to 19 never occur."""
+    """Train an embedding with sparse gradients and a bias with dense gradients. Rows 15–19 are never used."""
     torch.manual_seed(0)
     weight, bias = nn.Parameter(torch.randn(20, 4)), nn.Parameter(torch.zeros(4))
     optimizers = build(weight, bias)
@@ -190,7 +190,7 @@ def test_without_a_linear_part_the_network_uses_all_inputs(tmp_path, monkeypatch
         assert cli.main([*words, "--epochs", "2", *more]) == 0
         return model.load(tmp_path / out)
 
-    # A run without a linear part can also continue a run that has one, and vice versa.
+    # A run without a linear part can continue a run that has one, and vice versa.
     for run in (train("both", "both"), train("both", "both-2", "--continue-from", str(tmp_path / "both"))):
         assert (len(run.network.first.weight), run.network.linear is None) == (50, False)
     larger = ("alone", "alone-2", "--continue-from", str(tmp_path / "both"))
@@ -272,7 +272,7 @@ def memory_of_training(path: Path) -> tuple[float, float, int]:
 @pytest.mark.skipif(not timing.measurable(), reason="this system cannot reset the peak memory")
 @pytest.mark.parametrize("most_dense", [0, 10**9])
 def test_the_memory_forecast_is_accurate(tmp_path, most_dense: int) -> None:
-    # Measure in a new process, because here the memory freed by earlier tests would be reused.
+    # Measure in a new process, because this one would reuse memory freed by earlier tests.
     code = """if True:
         import sys
         from pathlib import Path
@@ -330,7 +330,7 @@ def test_the_benchmark_of_training(tmp_path, capsys) -> None:
     words = ["bench", "training", "--csv", str(path), "--samples", "300", "--labels", "20", "5000"]
     words += ["--features", "1000", "--seconds", "0.2", "--threads", "1", "--processes", "1"]
     assert cli.main(words) == 0
-    (row,) = TRAINING.read(path, "--csv")  # 5000 labels are too many for 300 samples
+    (row,) = TRAINING.read(path, "--csv")  # 5000 labels are skipped, because 300 samples are too few
     assert (row.samples, row.labels, row.processes, row.threads) == (300, 20, 1, 1)
     assert row.epoch_seconds == pytest.approx(300 / row.samples_per_second, abs=0.06)
     assert row.memory_mb > 100

@@ -63,7 +63,7 @@ def count_penalty(p: np.ndarray, k: float) -> float:
 
 
 def expected(name: str, given: Batch, configuration: int) -> float:
-    """Compute the loss of a configuration by loops over samples and labels."""
+    """Compute the loss of a configuration with loops over samples and labels."""
     x, w = given.x[configuration].numpy(), float(given.weight[configuration])
     rows, k = len(x), float(given.k[0])
     p = np.array([[sigmoid(value) for value in row] for row in x])
@@ -96,7 +96,7 @@ def test_losses_match_their_papers(name):
 
 @pytest.mark.parametrize("name", SIGMOID)
 def test_gradients(name):
-    """Gradients match finite differences. In ROLE, classifier and estimates treat each other as constants."""
+    """Gradients match finite differences. ROLE has a term in which the predictions p are constants."""
     given = batch()
     assert given.estimates is not None
     leaf = given.x.clone().requires_grad_()
@@ -116,7 +116,7 @@ def test_gradients(name):
 
 
 def test_values_by_hand():
-    """One sample has four labels with p = 1/2, so each term is log 2. The first label is observed."""
+    """A sample has four labels with p = 1/2, so each term is log 2. The first label is observed."""
     given = Batch(
         torch.zeros(1, 1, 4, dtype=torch.float64),
         torch.tensor([0]),
@@ -190,7 +190,7 @@ def test_neighbors_differ_in_one_value():
 
 
 def test_the_estimates_of_role_follow_adam_on_the_whole_table():
-    """Estimates of samples outside the batch keep moving, like a dense parameter of `torch.optim.Adam`."""
+    """Estimates for samples outside the batch keep moving, as with a dense `torch.optim.Adam` parameter."""
     generator = torch.Generator().manual_seed(0)
     rates, observed = torch.tensor([1e-3, 2e-2]), torch.randint(6, (40,), generator=generator)
     estimates = methods.Estimates(observed, 6, rates, 0)
@@ -252,8 +252,8 @@ def test_recall_brier_and_f1():
 def test_the_calibration_error_by_hand():
     p = torch.tensor([[0.01, 0.02, 0.5, 0.52, 1.0]])
     labels = torch.tensor([[False, True, False, True, True]])
-    # The bins are 1/15 wide. {0.01, 0.02} sums to 0.03 with one label, {0.5, 0.52} sums to 1.02 with one
-    # label, and {1.0} is exact.
+    # The bins are 1/15 wide. Probabilities and labels sum to 0.03 and 1 in the bin {0.01, 0.02}, to 1.02 and
+    # 1 in {0.5, 0.52}, and to 1 and 1 in {1.0}.
     assert measures.calibration_error(p, labels) == pytest.approx((0.97 + 0.02 + 0.0) / 5, rel=1e-5)
 
 
@@ -274,7 +274,7 @@ def test_the_best_threshold_does_not_separate_equal_probabilities():
     p = torch.tensor([[0.9, 0.6, 0.6, 0.1]])
     labels = torch.tensor([[True, True, False, False]])
     threshold = measures.best_threshold(p, labels)
-    assert 0.1 < threshold < 0.6  # here F1 is 4/5, and above 0.6 it is 2/3
+    assert 0.1 < threshold < 0.6  # F1 is 4/5 here, and 2/3 above 0.6
 
 
 # ------------------------------------------------------------------------------------ data

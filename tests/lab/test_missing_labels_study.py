@@ -23,7 +23,7 @@ from torchlml_lab.studies.settings import MissingLabelsSettings
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Small data sets with linear labels: `yeast` has no official split, `voc2012` has a published draw."""
+    """Small data sets: `yeast` without an official split, and `voc2012` with published observed labels."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(160, 5)).astype(np.float32)
     y = x @ generator.normal(size=(5, 6)) > 0.7
@@ -77,7 +77,7 @@ def test_end_to_end(folder, tmp_path, capsys, monkeypatch):
         assert all(
             0 <= float(row[name]) <= 1 for name in ("map", "recall", "brier", "ece", "f1", "threshold_f1")
         )
-    # A result repeats the tuning run of the same seed and configuration.
+    # A result repeats the tuning run with the same seed and configuration.
     row = next(
         row for row in results if row["method"] == "lml" and row["seed"] == "0" and row["draw"] == "random"
     )
@@ -104,7 +104,7 @@ def test_the_figure_and_its_tables(folder, tmp_path, capsys, monkeypatch):
         ]
 
     one, other = values("lml", "brier"), values("wan", "brier")
-    # WAN equals AN if its weight is large. In case of a tie, the page names WAN.
+    # With a large weight, WAN equals AN. If they tie, the page names WAN.
     rival = other if np.mean(other) <= np.mean(values("an", "brier")) else values("an", "brier")
     paired = [a - b for a, b in zip(one, rival, strict=True)]
     title = "WAN" if rival is other else "AN"
@@ -121,7 +121,7 @@ def test_the_figure_and_its_tables(folder, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns_a_linear_rule(folder, name):
-    """Every method ranks labels better than chance, and its recalibrated probabilities beat a constant."""
+    """The ranking is better than chance, and the recalibrated Brier score is better than a constant's."""
     method, split = METHODS[name], data.split_of(data.read_dataset("yeast", folder), 0)
     split = data.labeled_part(split) if method.labels == "validation" else split
     counts = study.expected_counts(method, split)
@@ -222,7 +222,7 @@ def test_a_killed_study_continues_with_the_same_numbers(folder, tmp_path, capsys
 
 
 def test_a_better_configuration_replaces_the_result(folder, tmp_path, capsys, monkeypatch):
-    """A result is computed again if its configuration is no longer the best one."""
+    """A result is recomputed if its configuration is no longer the best one."""
     monkeypatch.setattr(study, "METHODS", {"an": METHODS["an"]})
     words = command(folder, tmp_path, "--heads", "linear")
     assert cli.main(words) == 0

@@ -1,4 +1,4 @@
-"""Training on user data: from files to predicted labels, with killed runs, two processes and bad input."""
+"""Training on user data: from files to predicted labels, including killed runs and bad input."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_evaluate_other_samples(run, tmp_path, capsys):
     assert "1 samples have no labels and were skipped" in said
     assert "1 label does not occur in the training data (`fruit`) and cannot be predicted" in said
     page = (tmp_path / "report" / "report.md").read_text()
-    # Compute the metrics from the output of `predict`. The unknown label `fruit` counts in the recall.
+    # Compute the metrics from the output of `predict`. The unknown label `fruit` lowers the recall.
     found = predict(run[0], data, tmp_path / "out.jsonl", "--top", "3")[:-1]
     hits = [[label in tags for label in row["labels"]] for row, (_, tags) in zip(found, new, strict=False)]
     precision = 100 * np.mean(hits)
@@ -148,7 +148,7 @@ def test_evaluate_other_samples(run, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> Path:
-    """A table with a column of 0 and 1 for each tag, in which two thirds of the samples have no tag."""
+    """A table with a 0/1 column for each tag. Two thirds of the samples have no tag."""
     path = tmp_path_factory.mktemp("flags") / "train.csv"
     rows = [(text, tags) for text, tags in tagged_texts(150, seed=0)] + untagged(300, seed=1)
     return write_flags(path, rows)
@@ -182,7 +182,7 @@ def test_samples_without_labels_are_examples_of_no_label(flags, tmp_path, capsys
     right = [set(row["labels"]) == set(tags) for row, (_, tags) in zip(found, new, strict=True)]
     assert np.mean(right[:60]) > 0.7
     assert np.mean(right[60:]) > 0.9
-    # The metrics of sets count samples without labels.
+    # The set metrics include samples without labels.
     capsys.readouterr()
     assert (
         cli.main(["evaluate", str(out), "--data", str(tmp_path / "new.csv"), "--out", str(tmp_path / "r")])
@@ -380,7 +380,7 @@ def test_large_feature_indices_take_no_memory():
     first = np.array([3 / 3, 4 / 4]) / np.sqrt(2)
     assert found[0] == pytest.approx(np.array([[*first, 0], [0, 1, 0], [0, 0, 1]]))
     assert np.array_equal(*found)
-    # Features absent from the training rows are counted, not mapped to a neighbor.
+    # Features that are not in the training rows are counted as unknown, not mapped to a neighboring feature.
     other = sparse.csr_array(([1.0, 1.0, 5.0], [1, 299, 300], [0, 1, 2, 3]), shape=(3, 301), dtype=np.float32)
     prepared = fitted.apply(LabeledRows(other, labels, names))
     assert (prepared.unknown, prepared.empty) == (2, 2)
@@ -388,7 +388,7 @@ def test_large_feature_indices_take_no_memory():
 
 
 def test_temperature_calibrates_probabilities():
-    """Labels are drawn from the projection of logits. The temperature must undo a scaling of these logits."""
+    """If labels are drawn from projected logits, the temperature undoes a scaling of these logits."""
     logits = torch.randn(3000, 12) * 1.5
     observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
     for factor in (4.0, 0.5):

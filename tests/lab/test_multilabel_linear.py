@@ -25,7 +25,7 @@ from torchlml_lab.multilabel.settings import MultilabelSettings
 
 
 def drawn(rows: int, inputs: int, labels: int, seed: int = 0):
-    """Sparse inputs of norm 2, and labels that depend on them, at least one in each row."""
+    """Return sparse inputs of norm 2, and labels that depend on them, with at least one label per row."""
     random = np.random.default_rng(seed)
     x = sparse.csr_array(sparse.random(rows, inputs, 0.1, random_state=seed, dtype=np.float32))
     x = sparse.csr_array(
@@ -37,7 +37,7 @@ def drawn(rows: int, inputs: int, labels: int, seed: int = 0):
 
 
 def skewed(rows: int, inputs: int, labels: int):
-    """Sparse inputs of norm 1, and labels that depend on them and have very different frequencies."""
+    """Return sparse inputs of norm 1, and labels that depend on them, with very different frequencies."""
     random = np.random.default_rng(0)
     x = sparse.csr_array(sparse.random(rows, inputs, 0.05, random_state=0, dtype=np.float32))
     x = sparse.csr_array(x / np.sqrt(x.multiply(x).sum(axis=1))[:, None], dtype=np.float32)
@@ -48,7 +48,7 @@ def skewed(rows: int, inputs: int, labels: int):
 
 
 def exact(x, y, penalty: float) -> np.ndarray:
-    """Return the weights and the bias of the ridge regression, from the normal equations in float64."""
+    """Return the weights and bias of a ridge regression, from the normal equations in float64."""
     ones = np.hstack([x.toarray().astype(np.float64), np.ones((x.shape[0], 1))])
     target = y.toarray().astype(np.float64)
     mean = target.mean(axis=0)
@@ -102,11 +102,11 @@ def test_leading_eigenvectors_save_steps(monkeypatch):
     assert steps[100] < steps[1] / 2, steps
 
 
-@pytest.mark.parametrize("held_out", [40, 400])  # cross-validation, and a large validation set
+@pytest.mark.parametrize("held_out", [40, 400])  # too few, so cross-validation is used, and enough
 def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out, monkeypatch):
     x, y = skewed(600 + held_out, 1000, 20)
     chosen = linear.choose(x[:600], y[:600], x[600:], y[600:])
-    # Compute the quality of every choice from exact solutions, with nDCG@5 by sorting.
+    # Compute the quality of every choice from exact solutions. The quality is nDCG@5, computed by sorting.
     splits = (
         list(linear.folds(len(y.indptr) - 1)) if held_out == 40 else [(np.arange(600), np.arange(600, 1000))]
     )
@@ -139,19 +139,19 @@ def test_an_earlier_linear_part_is_kept_unless_the_samples_improve_it():
     x, y = drawn(1000, 400, 12)
     held_out, final = linear.fit(x[:600], y[:600], 0.7), linear.fit(x[:700], y[:700], 0.7)
     start = linear.Start(held_out, final, complete=True, same_samples=False)
-    # On the samples that the start was fitted on, no other penalty improves the fit.
+    # On the samples that the start was fitted on, a new fit is not better, so the start is kept.
     same = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start)
     assert same.penalty == np.inf
     assert np.array_equal(same.part.weight, held_out.weight)
-    # With a strong penalty a second fit improves even the samples of the first one, which would weaken the
-    # penalty that was chosen for them.
+    # With a strong penalty, a second fit is better even on the same samples, but it would weaken the penalty
+    # that was chosen for them. If the samples are known to be the same, the start is kept.
     strong = linear.fit(x[:600], y[:600], 16.0), linear.fit(x[:700], y[:700], 16.0)
     for known, kept in ((False, False), (True, True)):
         again = linear.Start(*strong, complete=True, same_samples=known)
         found = linear.choose(x[:600], y[:600], x[600:700], y[600:700], again)
         assert (found.penalty == np.inf) == kept
     assert found.part is strong[0]
-    # On samples with permuted labels, the start is wrong.
+    # For permuted labels, the start is wrong, so it is not kept.
     z = sparse.csr_array(y.toarray()[:, ::-1])
     other = linear.choose(x[:600], z[:600], x[600:700], z[600:700], start)
     assert other.penalty < np.inf
@@ -215,7 +215,7 @@ def test_the_better_model_gets_the_larger_share():
     truth = y.toarray().astype(np.float32)
     good = truth + 0.4 * random.normal(size=truth.shape).astype(np.float32)
     bad = random.normal(size=truth.shape).astype(np.float32)
-    # The scale of a noise model is almost 0, so its share is arbitrary. Its weight includes the scale.
+    # A model that returns noise gets a scale near 0, so its share is arbitrary. Its weight includes the scale.
     one = linear.fit_mixture(loss, good, torch.from_numpy(bad), y)
     assert one.share == 1
     other = linear.fit_mixture(loss, bad, torch.from_numpy(good), y)
@@ -271,7 +271,7 @@ def test_the_linear_part_is_refitted_on_all_samples(run, texts):
 
 
 def test_validation_metrics_use_the_held_out_part(run):
-    """The final part is fitted on the validation samples too, so its metrics on them would be too good."""
+    """The final linear part is also fitted on the validation samples, so its metrics would be optimistic."""
     result = json.loads((run / "result.json").read_text())["validation"]
     line = next(line for line in (run / "report.md").read_text().splitlines() if line.startswith("| 5 |"))
     assert f"| {100 * result['ndcg@5']:.2f} (" in line

@@ -1,4 +1,4 @@
-"""The losses of label lists match their definitions in float64, also with padding and a linear layer."""
+"""The losses for label lists match their definitions in float64, with padding and with a linear layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = torch.tensor([row + [PADDING] * (3 - len(row)) for row in LISTS])
 
 
 def by_definition(name: str, x: list[float], row: list[int]) -> float:
-    """Return the loss of one row in Python floats."""
+    """Return the loss of one row, computed with Python floats."""
     k = len(row) if name.endswith("labels") else int(name[-1]) if name[-1].isdigit() else 0
     if name == "bce":
         return sum(math.log1p(math.exp(-v if j in row else v)) for j, v in enumerate(x))

@@ -1,4 +1,4 @@
-"""Runs in Python programs: predictions match the command line, models are exported, and runs continue."""
+"""Runs used from Python: predictions match the command line, models are exported, and runs continue."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_table_in_any_form(mixed: Path, tmp_path: Path) -> None:
     columns = {name: [row[name] for row in rows] for name in ("size", "title", "body")}
 
     class Frame:
-        """The methods of a pandas DataFrame that `predict` uses."""
+        """A stand-in for a pandas DataFrame, with only the methods that `predict` uses."""
 
         def keys(self) -> list[str]:
             return list(columns)
@@ -255,7 +255,7 @@ def test_a_run_is_continued_with_more_data(network: Path, tmp_path: Path, capsys
     assert same.labels == [*before.labels, "linux"]
     logits = [torch.cat([z for z, _ in one._trained.scores(one.inputs(TEXTS))]) for one in (before, same)]
     torch.testing.assert_close(logits[0], logits[1][:, :6], atol=1e-5, rtol=0)
-    # With training, the new label is learned, and the others are not forgotten.
+    # With enough training, the new label is learned, and the others are not forgotten.
     words[-1] = tmp_path / "run"
     assert cli.main([str(word) for word in (*words, "--epochs", 8)]) == 0
     found = torchlml_lab.load_run(tmp_path / "run").predict(TEXTS, "top-k")
@@ -283,7 +283,7 @@ def test_a_run_continued_on_its_own_samples_is_unchanged(run: Path, tmp_path: Pa
 
 
 def noisy_texts(path: Path, seed: int) -> Path:
-    """Texts of which half have wrong tags, so that scores on the validation samples are noisy."""
+    """Write texts, half of them with wrong tags, so that the validation scores are noisy."""
     wrong = [tags for _, tags in tagged_texts(300, seed + 100)]
     rows = [(text, wrong[i] if i % 2 else tags) for i, (text, tags) in enumerate(tagged_texts(300, seed))]
     return write_texts(path, rows)
@@ -308,7 +308,7 @@ def test_a_run_that_stopped_early_is_unchanged_by_its_own_samples(seed: int, tmp
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_linear_part_is_unchanged_by_its_own_samples(seed: int, tmp_path: Path, capsys) -> None:
-    # The first run has few epochs, so the network of the second run is trained and may change.
+    # The first run has few epochs, so the second run continues to train the network, which may change.
     data = noisy_texts(tmp_path / "train.csv", seed)
     first = trained(tmp_path, "--train", data, "--seed", seed)
     words = ["train", "multilabel", "--train", data, "--continue-from", first, "--out", tmp_path / "second"]

@@ -41,7 +41,7 @@ def training(vg):
 
 
 def images_of(batch, scores):
-    """Predictions and targets in the format of the metric, one image at a time."""
+    """Yield predictions and targets in the metric's format, one image at a time."""
     for i in range(len(batch.images)):
         first, last = batch.box_offsets[i : i + 2]
         edge = slice(*batch.edge_offsets[i : i + 2])
@@ -84,7 +84,7 @@ def test_recall_by_hand(tmp_path):
     scores[:, 3] = torch.arange(20) + 10.0  # An unobserved predicate ranks first on every edge,
     scores[0, 0] = 100  # except on 0-1, where an observed predicate ranks first.
     scores[0, 1] = 50  # The second observed predicate ranks second overall.
-    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # The last one ranks below the unobserved ones.
+    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # The third one ranks below the unobserved ones.
     scored = list(score(lambda batch: scores, [batch], Accelerator(cpu=True)))
     found = measure(scored)
     per_predicate, images = measure_predicates(scored, 4)
@@ -150,7 +150,7 @@ def test_the_shift_of_the_bias_is_added_to_the_scores(training):
 
 
 def test_the_masks_are_convolved(training):
-    """Compare with torch's convolution of one edge at a time."""
+    """The result matches torch's convolution of one edge at a time."""
     batch = GraphBatches(training).__getitems__(range(3))
     drawn = masks(*batch.boxes[batch.edges].unbind(1))
     model = MotifNet(5, 4, None, None, None, 16, 0.2)
@@ -178,7 +178,7 @@ def test_contexts_match_a_bidirectional_lstm(training):
 
 
 def loop_loss(objective, scores, batch, k):
-    """The losses computed from their definitions, one image and one relation at a time."""
+    """Return the mean loss by its definition, computed one image and one relation at a time."""
     losses = []
     for i in range(len(batch.images)):
         start, stop = batch.edge_offsets[i : i + 2].tolist()
@@ -201,7 +201,7 @@ def loop_loss(objective, scores, batch, k):
 @pytest.mark.parametrize("objective", ["lml", "truncated-entropy", "bce"])
 @pytest.mark.parametrize("k", [3, 20])
 def test_an_objective_equals_a_loop_over_images(training, objective, k):
-    """Values and the gradients of all weights agree. Some images have fewer than 20 candidates."""
+    """The loss and the gradients of all weights agree, even if images have fewer than k candidates."""
     batch = double(GraphBatches(training).__getitems__(range(9)))
     assert (batch.edge_offsets.diff() * 4 < 20).any()
     assert (batch.relation_edges[1:] == batch.relation_edges[:-1]).any()  # several relations on an edge
@@ -244,7 +244,7 @@ def test_softmax_follows_motifs(training, monkeypatch):
     # Each edge gets one of its relations at random. Every sampled relation is valid, and the choice varies.
     assert len(seen) > 1
     assert seen <= {round(total / len(scores), 10) for total in totals}
-    # With a limit, edges with a relation are kept and the others are sampled.
+    # With a limit on the number of edges, those with a relation are kept and the others are sampled.
     monkeypatch.setattr(objectives, "EDGES_PER_IMAGE", 10)
     scores = torch.zeros(len(batch.edges), 5, dtype=torch.float64)
     scores[:, 0] = 40
@@ -272,7 +272,7 @@ def words(vg, out, *more):
 
 def test_lml_memorizes_ten_images(tmp_path):
     images = [image for image in draw(16, seed=3) if image.split == 0][:10]
-    for image in images:  # the leftmost box in every image
+    for image in images:  # make box 0 the leftmost box
         image.boxes[0] = (0, 0, 20, 20)
     training, _ = datasets.read_visual_genome(write_vg(tmp_path, images))
     batch = GraphBatches(training).__getitems__(range(10))
@@ -296,7 +296,7 @@ def test_lml_memorizes_ten_images(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(vg, tmp_path_factory):
-    """An undisturbed run."""
+    """An uninterrupted run."""
     return made(words(vg, tmp_path_factory.mktemp("whole") / "run"))
 
 

@@ -25,7 +25,7 @@ SMALL = [
 
 
 def triples(graphs):
-    """The relations of each image as (subject box, object box, predicate) with coordinates and names."""
+    """Return each image's relations as (subject box, object box, predicate), with coordinates and names."""
     found = {}
     for i, name in enumerate(graphs.names):
         first, last = graphs.box_offsets[i : i + 2].tolist()
@@ -300,7 +300,7 @@ def test_leave_one_out_is_the_bias_of_the_other_images(tmp_path):
         others = training[torch.tensor([j for j in range(len(training)) if j != image])]
         edge = slice(*batch.edge_offsets[i : i + 2])
         torch.testing.assert_close(shifted[edge], log_frequencies(others)[subject[edge], object_[edge]])
-    assert batch.bias_shift.min() < -1  # relations that occur only in their own image
+    assert batch.bias_shift.min() < -1  # some relations occur in a single image
 
 
 def test_word_vectors(tmp_path):

@@ -1,4 +1,4 @@
-"""Commands on scene-graph runs: sweeps, evaluation, prediction, figures, and step times."""
+"""Commands for scene-graph runs: sweeps, evaluation, prediction, figures, and step times."""
 
 import csv
 import json
@@ -145,7 +145,7 @@ def test_every_bias_is_tuned_separately(tmp_path):
     assert [run.leave_one_out for run in runs[:4]] == [False, True, False, False]
     assert [run.without_bias for run in runs[:4]] == [False, False, False, True]
     assert len({run.out for run in runs}) == 8
-    # Tuning runs all biases with the first rate before the next rate.
+    # Tuning runs all biases with the first learning rate before it uses the next one.
     tuning = grid(replace(settings, tuned=None, learning_rates=(2e-3, 1e-3), seeds=(0,)))
     assert [run.learning_rate for run in tuning] == [2e-3] * 4 + [1e-3] * 4
     assert {run.out for run in runs if run.seed == 0} < {run.out for run in tuning}
@@ -336,7 +336,7 @@ def test_step_time(capsys, vg):
     assert re.search(r"lml +[\d.]+ +[+-][\d.]+%", said)
     for name, milliseconds, over in re.findall(r"^(\S+) +([\d.]+) +([+-][\d.]+)%", said, re.MULTILINE):
         (softmax,) = map(float, re.findall(r"^softmax +([\d.]+)", said, re.MULTILINE))
-        # The last column is computed from the two printed medians, up to rounding.
+        # Up to rounding, the last column follows from the two printed medians.
         assert float(over) == pytest.approx(
             100 * (float(milliseconds) / softmax - 1), abs=10 / softmax + 0.1
         ), name

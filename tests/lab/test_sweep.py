@@ -40,7 +40,7 @@ def rows(path):
 
 @pytest.fixture(scope="module")
 def whole(features, tmp_path_factory):
-    """An undisturbed sweep of eight runs."""
+    """An uninterrupted sweep of eight runs."""
     return made(words(features, tmp_path_factory.mktemp("whole") / "sweep"))
 
 
@@ -171,7 +171,7 @@ def record(**changes):
 
 
 def tuning(path):
-    """Write rows in which 0.3 is the best rate on average on validation, but 0.1 is best on test."""
+    """Write rows in which the rate 0.3 has the best mean on validation, but 0.1 has the best mean on test."""
     found = [
         record(learning_rate=rate, noise=noise, validation_topk=validation, test_topk=test)
         for rate, noise, validation, test in (

@@ -26,7 +26,7 @@ FILES = {
     "metrics.jsonl": "resume",
     "failed.json": "resume",
 }
-# Words that occur in the messages of Python, torch and json, which must not reach the user.
+# Words from error messages of Python, torch and json, which must not reach the user.
 RAW = ("NoneType", "object is", "object has", "argument", "Error", "unexpected", "indices", "Expecting")
 
 
@@ -44,7 +44,7 @@ def tampered(text: str) -> Iterator[str]:
     yield from ("", text[: len(text) // 2], "null\n", "[]\n", "3\n", "{}\n")
     first, *others = text.splitlines() if text.startswith('{"') else [text]
     values: dict[str, Any] = json.loads(first)
-    # All numbers of a file are read in the same way, so three of them are enough: each run takes seconds.
+    # All numbers in a file are read in the same way, so only three are changed, because a run takes seconds.
     alike = [name for name, value in values.items() if isinstance(value, float)][3:]
     for name, value in values.items():
         if name in alike:

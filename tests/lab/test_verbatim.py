@@ -16,7 +16,7 @@ from tests.support.scene_graphs import draw, write_vrd
 from torchlml_lab import cli
 from torchlml_lab.engine.output import ProgressBar, new_console
 
-# Rich interprets tags in brackets and emoji between colons, and matplotlib formulas between dollar signs.
+# Rich interprets brackets as tags and colons as emoji. matplotlib interprets dollar signs as formulas.
 LABELS = ["list[int]", "[/b]", ":cat:", r"$\frac$", "[red]"]
 
 

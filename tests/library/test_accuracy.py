@@ -11,7 +11,7 @@ import torchlml
 from tests.support import truth
 from tests.support.problems import PROBLEMS, SHORT, Problem
 
-# The largest allowed error of each y, and of the sum of a row relative to max(1, k).
+# dtype -> the largest allowed error of each y, and of a row's sum relative to max(1, k)
 ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
 HALF = [torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
@@ -48,7 +48,7 @@ def check_dual(nu: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
 
 
 def threshold_limit(dtype: torch.dtype, n: int) -> float:
-    """The allowed error of nu. It is larger for long rows, because partial sums may be in float32."""
+    """Return the allowed error of nu. It is larger for long rows, whose partial sums may be in float32."""
     return 1e-11 if dtype == torch.float64 else 1e-6 if n <= 2000 else 1e-5
 
 
@@ -101,7 +101,7 @@ def test_order(problem: Problem, dtype: torch.dtype) -> None:
 
 
 def pack(problems: list[Problem], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows of all problems as a jagged batch: values, k and offsets."""
+    """Return the rows of all problems as a jagged batch: values, k and offsets."""
     rows = [problem.row(dtype) for problem in problems]
     offsets = torch.tensor([0, *np.cumsum([row.numel() for row in rows])])
     return torch.cat(rows), torch.tensor([problem.k for problem in problems], dtype=torch.float64), offsets
@@ -192,7 +192,7 @@ def test_dual_values(problem: Problem, dtype: torch.dtype, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_moderate_rows_agree_with_a_simple_reference(dtype: torch.dtype) -> None:
-    # For these rows, the simple reference in the same dtype is accurate too.
+    # For these rows, the simple reference in the same dtype is also accurate.
     x = torch.randn(20, 137, dtype=torch.float64).to(dtype) * 3
     k = torch.linspace(0.5, 136.5, 20, dtype=torch.float64)
     solved = [truth.solve(row.double().numpy(), float(target)) for row, target in zip(x, k, strict=True)]

@@ -22,7 +22,7 @@ OFF = torch.tensor([0, 2, 6])
 
 FUNCTIONS = [torchlml.lml, torchlml.log_lml, torchlml.lml_dual]
 Call = Callable[[Callable[..., Any]], Any]
-# name -> a call of f, the expected exception, and parts of its message: argument, value, accepted values
+# name -> a call to f, the expected exception, and parts of its message: argument, value, accepted values
 WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
     "x is a list": (lambda f: f([1.0, 2.0], 1), TypeError, ["`x`", "list", "Tensor"]),
     "x is an array": (lambda f: f(np.zeros(3), 1), TypeError, ["`x`", "ndarray", "Tensor"]),
@@ -149,7 +149,7 @@ def test_the_layer_raises_the_same_errors(case: str) -> None:
     call, exception, words = WRONG[case]
     with pytest.raises(exception) as raised:
         call(lambda x, k, **others: torchlml.LML(k)(x, **others))
-    # Arguments that are wrong for every input raise in the constructor, before n is known.
+    # Arguments that are invalid for every input raise an error in the constructor, before n is known.
     check(str(raised.value), [word for word in words if word not in ("5", "n = 5")])
 
 

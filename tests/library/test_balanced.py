@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def check_sums(y: Tensor, k: Any, capacity: Any, limit: float) -> None:
-    """Check that entries are in [0, 1], rows sum to k, and columns have a relative error within `limit`."""
+    """Check that y is in [0, 1], rows sum to k, and column sums have a relative error of at most `limit`."""
     y = y.detach().double()
     assert 0 <= float(y.min()) <= float(y.max()) <= 1
     rows = torch.as_tensor(k, dtype=F64)
@@ -90,7 +90,7 @@ def test_nearly_hard_assignments_in_float32() -> None:
 
 
 def tight(last: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A problem in which 32 rows may use only four columns, whose capacities exceed the minimum by `last`."""
+    """Return a problem in which 32 rows may use only four columns with `last` more than the least capacity."""
     mask = torch.ones(256, 16, dtype=torch.bool)
     mask[:32, 4:] = False
     first = torch.full((4,), 16.0 + last, dtype=F64)

@@ -56,7 +56,7 @@ def test_a_batch_and_known_columns() -> None:
 
 
 def derivative(y: Tensor, grad: Tensor) -> Tensor:
-    """The gradient w (grad - p - q), where p and q solve the full linear system of rows and columns."""
+    """Return w * (grad - p - q), where p and q solve the full linear system of rows and columns."""
     w = y * (1 - y)
     system = torch.cat([torch.cat([w.sum(1).diag(), w], 1), torch.cat([w.T, w.sum(0).diag()], 1)])
     right = torch.cat([(w * grad).sum(1), (w * grad).sum(0)])
@@ -80,7 +80,7 @@ def test_large_matrices_and_both_linear_solvers(
 
 
 def test_a_chain_of_columns() -> None:
-    """If every row chooses between two adjacent columns, conjugate gradients exceed their iteration limit."""
+    """Gradients are accurate even if the conjugate gradient method reaches its iteration limit."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.arange(600) % 99
     x = torch.full((600, 100), -60.0, dtype=F64)
@@ -97,7 +97,7 @@ def test_a_chain_of_columns() -> None:
 
 
 def test_saturated_rows_have_a_gradient_for_k() -> None:
-    """In float32, the larger entries round to 1, so y (1 - y) computed from them would be 0."""
+    """In float32, the larger entries round to 1, so y * (1 - y) computed from them would be 0."""
     x = torch.tensor([[40.0, 0.0, -1.0], [41.0, 0.0, 1.0], [0.0, 40.0, 0.0]])
     gradients = []
     for dtype in (torch.float32, F64):

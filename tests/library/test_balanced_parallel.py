@@ -82,7 +82,7 @@ def _rounds(group: Group, x: Tensor, **options: Any) -> int:
 
 @in_processes(2, 3)
 def test_rounds(group: Group) -> None:
-    """At most six rounds for every skew, bound, mask and start, even if rows differ between processes."""
+    """A forward pass takes at most six rounds, even if the rows differ greatly between processes."""
     for dtype in (torch.float32, F64):
         for skew in (0, 3, 10):
             x = (torch.randn(2048, 16) + skew * torch.randn(16)).to(dtype)
@@ -107,7 +107,7 @@ def test_rounds(group: Group) -> None:
 
 @in_processes(2)
 def test_rounds_of_periodic_rows(group: Group) -> None:
-    """At most six rounds if all sequences start with the same token, or if logits depend on the position."""
+    """A forward pass takes at most six rounds, even if rows repeat or depend on their position."""
     for dtype in (torch.float32, F64):
         for skew in (1, 10):
             x = (torch.randn(4096, 16) + skew * torch.randn(16)).to(dtype)
@@ -154,7 +154,7 @@ def test_rounds_of_small_hostile_problems(group: Group) -> None:
 
 @in_processes(2)
 def test_unlike_processes(group: Group) -> None:
-    """Each process prefers different columns, gaps are large, and one column has a capacity of 0."""
+    """The result is accurate if each process's rows prefer other columns by a large gap."""
     x = torch.randn(400, 8, dtype=F64)
     x[:133, :2] += 20
     x[133:, 4:] += 300
