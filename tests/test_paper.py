@@ -282,7 +282,7 @@ def test_a_scene_graph_row_of_19000_fits_and_is_exact(k):
 def test_appendix_a_the_truncated_entropy_is_small_when_the_top_k_error_is_zero():
     x = torch.zeros(1, 50)
     x[0, :5] = 30.0
-    label = torch.tensor([4])  # tied for fifth place, so it is in the top 5
+    label = torch.tensor([4])  # one of five tied entries, so it is in the top 5
     assert torchlml.truncated_entropy_loss(x, label, 5).item() < 1e-10
     assert torchlml.truncated_entropy_loss(x, label, 4).item() == pytest.approx(math.log(2))
 

@@ -215,7 +215,7 @@ def test_the_better_model_gets_the_larger_share():
     truth = y.toarray().astype(np.float32)
     good = truth + 0.4 * random.normal(size=truth.shape).astype(np.float32)
     bad = random.normal(size=truth.shape).astype(np.float32)
-    # A model that returns noise gets a scale near 0, so its share is arbitrary. Its weight includes the scale.
+    # A model that returns noise has a scale near 0, so its share is arbitrary. Its weight includes the scale.
     one = linear.fit_mixture(loss, good, torch.from_numpy(bad), y)
     assert one.share == 1
     other = linear.fit_mixture(loss, bad, torch.from_numpy(good), y)

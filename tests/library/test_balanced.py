@@ -90,7 +90,7 @@ def test_nearly_hard_assignments_in_float32() -> None:
 
 
 def tight(last: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a problem in which 32 rows may use only four columns with `last` more than the least capacity."""
+    """Return a problem in which 32 rows share four columns, each with `last` above the minimum capacity."""
     mask = torch.ones(256, 16, dtype=torch.bool)
     mask[:32, 4:] = False
     first = torch.full((4,), 16.0 + last, dtype=F64)

@@ -103,7 +103,7 @@ def test_a_sample_has_exactly_k_entries(dtype: torch.dtype) -> None:
 
 
 def test_a_sample_from_a_long_row_has_exactly_k_entries() -> None:
-    # The floating-point sum of a million probabilities is not exactly k, whatever the order of summation.
+    # The floating-point sum of a million probabilities is not exactly k in any order of summation.
     x = torch.randn(1, 1_000_000) * 4
     for k in (1, 1000, 999_999):
         assert float(torchlml.sample_subset(x, k).double().sum()) == k

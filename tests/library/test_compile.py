@@ -1,4 +1,4 @@
-"""`torch.compile`, `torch.export`, tracing, fake and meta tensors, autocast, pickling, operator checks."""
+"""`torch.compile`, `torch.export`, tracing, fake and meta tensors, autocast, pickling, and opcheck."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def weigh(out: Tensor) -> Tensor:
 
 
 def both(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """The value and the gradients with respect to all floating-point inputs."""
+    """Return the value and the gradients with respect to all floating-point inputs."""
     leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
     out = function(*leaves)
     wanted = [t for t in leaves if t.requires_grad]
@@ -99,7 +99,7 @@ def test_compile_with_inductor(call: str) -> None:
 
 @each_name
 def test_compile_if_ci_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If CI is set, Inductor rejects unknown operators that have a decomposition, as ours do for ONNX."""
+    """Compilation works if CI is set: Inductor then rejects operators that it would have to decompose."""
     monkeypatch.setenv("CI", "true")
     for operator in (operators.solve, operators.forward, operators.log_forward):
         monkeypatch.delitem(lowering.lowerings, operator, raising=False)

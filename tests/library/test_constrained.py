@@ -42,7 +42,7 @@ def test_the_entmax_package_agrees() -> None:
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 5), budget, rtol=0, atol=1e-9)
 
 
-# (name, x, k, y, options). In the names, m is the number of available entries, and p of entries at +inf.
+# (name, x, k, y, options). In the names, m and p are the numbers of available entries and of entries at +inf.
 SPECIAL: list[tuple[str, list[float], float, list[float], dict[str, Any]]] = [
     ("k = 0", [1.0, -2.0, 0.5], 0, [0, 0, 0], {}),
     ("k = n", [1.0, -2.0, 0.5], 3, [1, 1, 1], {}),

@@ -31,7 +31,7 @@ def test_import_keeps_subnormals() -> None:
 def test_coefficients_match_the_script() -> None:
     script = ROOT / "tools" / "fit_vmath.py"
     if not script.exists():
-        pytest.skip("the tests do not run in a source checkout")
+        pytest.skip("not running from a source checkout")
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -66,7 +66,7 @@ def test_agrees_with_pure_pytorch(dtype: torch.dtype, form: str) -> None:
     assert nu.dtype == nu0.dtype
     assert torch.equal(nu[0].isinf(), nu0[0].isinf())
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    # All backward passes start from the same y and nu, so that errors in those do not affect the comparison.
+    # All backward passes start from the same y and nu, so that errors in them do not affect the comparison.
     for name, arguments in {
         "backward": (g, x, y0, nu0),
         "log_backward": (g, x, log_y0, nu0),
@@ -126,7 +126,7 @@ def test_a_row_alone_has_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [13, 100, 1000])
 @pytest.mark.parametrize("few", [True, False], ids=["few near one", "most near one"])
 def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
-    # Computed from a rounded y, y (1 - y) would have an error of 1e-4 here, and be 0 for the largest entry.
+    # From a rounded y, y * (1 - y) would have an error of 1e-4 here, and would be 0 for the largest entry.
     # The kernel has one path for few entries near 1 and another for many.
     near = max(3, n // 90) if few else n - 4
     x = torch.cat([torch.linspace(5, 22, near), torch.linspace(-6, 3, n - near)])[None]
@@ -142,7 +142,7 @@ def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
 @needs_kernel
 @pytest.mark.parametrize("offsets", [[0, 9, 4, 3], [-5, 2, 99, 3], [0, 0, 0, 1 << 60]])
 def test_bad_offsets_stay_in_bounds(offsets: list[int]) -> None:
-    # The Python code rejects these offsets, but even a direct call of the kernel must stay in bounds.
+    # The Python code rejects these offsets, but even a direct call to the kernel must stay in bounds.
     x, k = torch.randn(4), torch.ones(3, dtype=torch.float64)
     y, nu = torch.ops.torchlml.forward(x, k, None, torch.tensor(offsets))
     assert y.shape == x.shape

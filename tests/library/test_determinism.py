@@ -1,4 +1,4 @@
-"""Results are bitwise identical for every number of threads, and for a row alone or in a batch."""
+"""Results are bitwise identical for every number of threads, whether a row is alone or in a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 def run(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-    """Value and gradient for an upstream gradient that depends only on the position of an entry."""
+    """Return the value and the gradient. The upstream gradient depends only on an entry's position."""
     x = x.clone().requires_grad_()
     y = call(x)
     weight = torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype) if y.dim() == x.dim() else torch.ones_like(y)
@@ -42,7 +42,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def bracketing(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Three iterations of Algorithm 1, which are enough to reveal a different order of summation."""
+    """Run three iterations of Algorithm 1, which are enough to reveal a different order of summation."""
     return torchlml.lml_bracketing(x, k, max_iterations=3)
 
 

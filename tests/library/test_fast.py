@@ -33,7 +33,7 @@ def float64(*values: float) -> Tensor:
 
 
 def batch(dtype: torch.dtype, n: int = 200) -> tuple[Tensor, Tensor]:
-    """Rows with scales from 0.01 to 12, and k from 0.5 to n - 0.5."""
+    """Return rows with scales from 0.01 to 12, and k from 0.5 to n - 0.5."""
     scale = float64(0.01, 1, 3, 12).repeat(10).unsqueeze(-1)
     x = torch.randn(40, n, dtype=torch.float64) * scale + torch.linspace(-1e3, 1e3, 40).unsqueeze(-1)
     return x.to(dtype), torch.linspace(0.5, n - 0.5, 40, dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_jagged_rows_match_dense_rows(name: str) -> None:
 
 
 class PretendDevice(TorchDispatchMode):
-    """Simulate a device without float64, and record its synchronizations."""
+    """A simulated device without float64, which records its synchronizations."""
 
     def __init__(self) -> None:
         super().__init__()

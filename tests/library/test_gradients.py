@@ -200,7 +200,7 @@ def test_half_gradients(problem: Problem, dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_hardest_examples_keep_their_gradient(dtype: torch.dtype) -> None:
-    # Five wrong labels lead by 40. The gradient of log(y + 1e-8) at the correct label would be only 0.0071.
+    # Five wrong labels lead by 40. With log(y + 1e-8), the gradient at the correct label would be only 0.0071.
     x = torch.zeros(100, dtype=dtype)
     x[:5] = 40
     x.requires_grad_()
@@ -213,7 +213,7 @@ def test_hardest_examples_keep_their_gradient(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("gap", [200.0, 400.0, 5000.0])
 def test_saturated_rows(gap: float, dtype: torch.dtype) -> None:
-    # Every w = y (1 - y) underflows in float32, and for the largest gap also in float64. The gradient of y
+    # Every w = y * (1 - y) underflows in float32, and for the largest gap also in float64. The gradient of y
     # is 0, but the gradient of log y is not.
     x = (torch.tensor([3.0, 2, 1, 0, -1, -2]) * gap).to(dtype).requires_grad_()
     k = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
@@ -229,7 +229,7 @@ def test_saturated_rows(gap: float, dtype: torch.dtype) -> None:
 
 
 def test_entries_that_round_to_one_still_contribute() -> None:
-    # 1e5 entries at z = 17.3: y rounds to 1 in float32, yet together they contribute most of sum w.
+    # At z = 17.3, y rounds to 1 in float32, yet 1e5 such entries together contribute most of sum w.
     problem = next(problem for problem in PROBLEMS if problem.name == "one hundred thousand at 17.3")
     x = problem.row(torch.float32).requires_grad_()
     g = torch.zeros(x.shape)

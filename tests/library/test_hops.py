@@ -13,7 +13,7 @@ from tools.count_hops import Hop, calls, dtensor_call, hops
 
 
 class Limit(NamedTuple):
-    """The most functions and files that a call may pass through. A commit that raises one must say why."""
+    """The maximum number of functions and files in a call. A commit that raises a limit must explain why."""
 
     functions: int
     files: int
@@ -40,7 +40,7 @@ def test_hops(name: str) -> None:
 
 @in_processes(2)
 def test_hops_of_a_dtensor(group: dist.ProcessGroup) -> None:
-    """A quarter of these functions are the rounds of the distributed solver."""
+    """A quarter of these functions belong to the rounds of the distributed solver."""
     Limit(functions=43, files=9).check(hops(dtensor_call(init_device_mesh("cpu", (2,)))))
 
 

@@ -56,7 +56,7 @@ def imports(folder: Path) -> dict[Edge, list[str]]:
 
 
 def _targets(tree: ast.AST, module: tuple[str, ...], folder: Path) -> Iterator[tuple[int, str]]:
-    """The line and the target of every import, as a package of the library or an external package."""
+    """Yield the line number of every import, and the library or external package that it imports."""
     for node in ast.walk(tree):
         names: list[str] = []
         line = getattr(node, "lineno", 0)
@@ -86,7 +86,7 @@ def _is_module(path: Path) -> bool:
 
 
 def cycles(edges: dict[Edge, list[str]]) -> list[list[str]]:
-    """One import cycle for each package that imports itself indirectly."""
+    """Return one import cycle for each package that imports itself indirectly."""
     following: dict[str, list[str]] = {}
     for source, target in edges:
         following.setdefault(source, []).append(target)

@@ -63,7 +63,7 @@ REPAIR = "; with a C++ compiler and torch installed, `"
 
 
 def test_absent_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "_absent.txt").write_text("no torch was found\n")  # as setup.py writes it
+    (tmp_path / "_absent.txt").write_text("no torch was found\n")  # in the format that setup.py writes
     installed_at(tmp_path, monkeypatch, "")
     loader.load()
     assert not loader.loaded()
@@ -152,7 +152,7 @@ done
 def checkout(tmp_path: Path) -> Path:
     """A minimal checkout that can be built."""
     if not (ROOT / "setup.py").exists():
-        pytest.skip("the tests do not run in a source checkout")
+        pytest.skip("not running from a source checkout")
     folder = tmp_path / "checkout"
     folder.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -265,7 +265,7 @@ def setup() -> ModuleType:
     """setup.py, imported as a module without building anything."""
     path = ROOT / "setup.py"
     if not path.exists():
-        pytest.skip("the tests do not run in a source checkout")
+        pytest.skip("not running from a source checkout")
     spec = importlib.util.spec_from_file_location("setup_of_torchlml", path)
     assert spec is not None
     assert spec.loader is not None

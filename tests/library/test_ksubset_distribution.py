@@ -20,7 +20,7 @@ INF = math.inf
 
 @pytest.fixture(autouse=True)
 def _validation():
-    """Enable argument validation again after each test, because compiling code disables it."""
+    """Re-enable argument validation after each test, because compiling code disables it."""
     yield
     Distribution.set_default_validate_args(True)
 
@@ -144,7 +144,7 @@ def test_sample_frequencies_match_the_probabilities_of_sets(n, k, scale):
     assert scipy.stats.chisquare(observed, chances).pvalue > 1e-4
 
 
-# The variances of the count are 8, 46, 80 and 250, so samples are drawn in one to four blocks.
+# The variances of the count (see `_counts.py`) are 8, 46, 80 and 250, so there are one to four blocks.
 @pytest.mark.parametrize(
     ("n", "k", "scale"), [(100, 10, 1.0), (1000, 50, 0.5), (400, 200, 1.0), (1000, 500, 0.0)]
 )
@@ -215,7 +215,7 @@ def test_first_and_second_derivatives(name, scale):
     assert torch.autograd.gradgradcheck(FUNCTIONS[name], x, fast_mode=True)
 
 
-# The variances of the count are 0.008 and 40, so these problems use other methods than those above.
+# The variances of the count are 0.008 and 40, so these problems use different methods from those above.
 @pytest.mark.parametrize(("n", "k", "gap"), [(6, 3, 11.0), (200, 60, 0.0)])
 @pytest.mark.parametrize("name", ["mean", "entropy"])
 def test_derivatives_of_the_other_methods(name, n, k, gap):

@@ -20,7 +20,7 @@ RELATIVE = 1e-10
 
 
 def relative_error(value: float, exact) -> float:
-    """The error relative to the exact value. Values that underflow in float64 may be 0."""
+    """Return the error relative to the exact value. Values that underflow in float64 may be 0."""
     if exact in (mpmath.inf, -mpmath.inf):
         return 0.0 if value == float(exact) else math.inf
     exact = subsets.MP.mpf(str(exact))
@@ -78,7 +78,7 @@ def test_long_rows_against_dynamic_programming(n, k, scale):
 
 
 def two_levels(n: int, first: int, k: int, height: float) -> tuple[float, float]:
-    """The log normalizer, and the inclusion probability of entries with logit `height`.
+    """Return the log normalizer, and the inclusion probability of entries with logit `height`.
 
     The first `first` of the n entries have logit `height`, and all others have logit 0.
     """

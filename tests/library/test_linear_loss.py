@@ -172,7 +172,7 @@ def test_transforms_take_the_unchunked_path() -> None:
 
 @each_reduction
 def test_several_backward_passes_at_once(reduction: str) -> None:
-    """Test `is_grads_batched=True`, which `jacobian(..., vectorize=True)` also uses."""
+    """Gradients are correct with `is_grads_batched=True`, which `jacobian(..., vectorize=True)` also uses."""
     (h, w, b), target = _tensors(), _target("index")
     rows = ROWS if reduction == "none" else 1
     seeds = torch.randn(4, rows, dtype=torch.float64).reshape(4, *([rows] if reduction == "none" else []))
@@ -209,7 +209,7 @@ def test_autocast(reduction: str) -> None:
 @each_reduction
 @pytest.mark.parametrize("autocast", [True, False])
 def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
-    """Unless the loss is scaled, as `GradScaler` does, float16 rounds these small gradients to 0."""
+    """Small gradients are accurate if the loss is scaled as by `GradScaler`. Otherwise, they round to 0."""
     rows, labels, scale = 64, 20_000, 2.0**12
     h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels have similar effects on h
     target = torch.randint(labels, (rows,))
@@ -282,7 +282,7 @@ def test_truncated_entropy_definition_module_and_errors() -> None:
     logits = module.linear(h).detach().double()
     label = logits.gather(1, target[:, None])
     others = logits.scatter(1, target[:, None], -torch.inf).sort(descending=True).values[:, 2:]
-    exact = torch.log1p(torch.exp(others - label).sum(1)).mean()  # without the 2 strongest competitors
+    exact = torch.log1p(torch.exp(others - label).sum(1)).mean()  # without the two largest competitors
     torch.testing.assert_close(module(h, target).detach().double(), exact, rtol=1e-6, atol=1e-6)
     assert "k=3" in repr(module)
     for wrong, words in ((LABELS + 1, "from 1 to 30"), (0, "at least 1|from 1"), (2.5, "must be an integer")):
@@ -343,7 +343,7 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
 @pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch keeps temporaries in addition to the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
-    """Memory stays within 64 MiB plus 10% for both batch sizes. Without chunks, it would grow fourfold."""
+    """Both batch sizes need at most 64 MiB plus 10%. Without chunks, one would need four times the other."""
     # Run in a new process, so that memory left in the heap by other tests is not counted.
     code = f"""
 import torch, torchlml

@@ -1,7 +1,7 @@
 """Long rows, which the compiled kernel processes in pieces.
 
-Results are bitwise identical for every number of threads, and for a row alone or in a batch. They are as
-accurate as those of short rows.
+Results are bitwise identical for every number of threads, whether a row is alone or in a batch. They are as
+accurate as those for short rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INF, NAN = math.inf, math.nan
 LONG, PIECE = 131_072, 32_768  # `long_row` and `piece_size` in csrc/kernels.h
 THREADS = (1, 2, 3, 7)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Around the length at which a row becomes long, around a multiple of the piece size, and far above.
+# Lengths around the minimum for long rows, around a multiple of the piece size, and far above.
 SIZES = [LONG - 1, LONG, LONG + 1, 5 * PIECE - 1, 5 * PIECE, 5 * PIECE + 1, 500_009]
 
 
@@ -42,7 +42,7 @@ def logits(n: int, seed: int = 0) -> Tensor:
 
 
 def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
-    """All results that the kernel computes in pieces. The arguments are those of the operators."""
+    """Return all results that the kernel computes in pieces. The arguments are those of the operators."""
     ops = torch.ops.torchlml
     rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
     place = torch.arange(x.shape[-1]).expand(x.shape)
@@ -79,7 +79,7 @@ def assert_same_bits(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 def row_of(kind: str, n: int) -> tuple[Tensor, float, Tensor | None]:
-    """One row with its k and mask. Each kind takes a different path through the kernel."""
+    """Return one row with its k and mask. Each kind takes a different path through the kernel."""
     x, k, mask = logits(n), n / 1000, None
     if kind == "k near n":
         k = n - 2.5

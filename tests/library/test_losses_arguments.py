@@ -199,7 +199,7 @@ def test_modules_take_the_mean_over_labels():
 
 @torch._dynamo.config.patch(compiled_autograd=True)
 def test_compiled_autograd():
-    """The backward pass is compiled too, and must find all tensors saved by the forward pass."""
+    """The backward pass is also compiled, and must find all tensors saved by the forward pass."""
     torch.compiler.reset()
     x = torch.randn(3, 6, requires_grad=True)
 
@@ -215,7 +215,7 @@ def test_compiled_autograd():
 
 
 def hugging_face_loss(outputs, labels, num_items_in_batch=None):
-    """Mean loss over all rows of a training step, for `Trainer(compute_loss_func=...)`.
+    """Return the mean loss over all rows of a training step, for `Trainer(compute_loss_func=...)`.
 
     With gradient accumulation, the Trainer adds up the results for the batches of a step. Its
     `num_items_in_batch` is the number of label entries in the whole step that are not -100. This is the

@@ -17,7 +17,7 @@ from torchlml.losses.svm import log_ratio
 
 
 def plain_smooth_svm(s, y, k, tau, alpha):
-    """The definition: a sum over all sets of k classes."""
+    """Return the smooth SVM loss by its definition, which sums over all sets of k classes."""
     sets = list(itertools.combinations(range(len(s)), k))
     mean = s[torch.tensor(sets)].mean(-1)
     has_label = torch.tensor([y in chosen for chosen in sets])
@@ -87,7 +87,7 @@ def test_smooth_svm_of_a_thousand_classes_matches_a_loop_over_classes(k, dtype):
 
 
 def summed_smooth_svm(s, y, k, reduction):
-    """The loss from P[S = k] / P[S = k - 1] for a sum S of Bernoulli variables, added one class at a time."""
+    """Return the loss from P[S = k] / P[S = k - 1]. S is a sum of Bernoulli variables, one per class."""
     x = s.double() / k
     own, others = x.gather(1, y[:, None])[:, 0], x.scatter(1, y[:, None], -math.inf)
     nu = torchlml.lml_dual(others.detach(), k - 0.5)[:, None]
@@ -100,7 +100,7 @@ def summed_smooth_svm(s, y, k, reduction):
 
 
 def exact_log_ratio(x, k):
-    """log(e_k / e_{k-1}) of exp(x) by the recursion for elementary symmetric polynomials with 200 digits."""
+    """Return log(e_k / e_{k-1}) for the elementary symmetric polynomials of exp(x), with 200 digits."""
     with mpmath.workdps(200):
         e = [mpmath.mpf(1)] + [mpmath.mpf(0)] * k
         for value in x:
@@ -150,7 +150,7 @@ def test_the_hard_svm_is_the_limit_of_the_smooth_one(k):
     hard = torchlml.topk_svm_loss(hard_input, y, k, reduction="none")
     for tau in (1e-2, 1e-4):
         smooth = torchlml.smooth_topk_svm_loss(smooth_input, y, k, tau=tau, reduction="none")
-        # The smooth maximum of at most C(9, k) terms exceeds the largest by at most tau log C(9, k).
+        # The smooth maximum of at most C(9, k) terms exceeds the largest by at most tau * log C(9, k).
         assert ((smooth - hard).abs() <= tau * math.log(math.comb(9, k)) + 1e-12).all()
     (hard_grad,) = torch.autograd.grad(hard.sum(), hard_input)
     (smooth_grad,) = torch.autograd.grad(smooth.sum(), smooth_input)

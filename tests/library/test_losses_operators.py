@@ -1,4 +1,4 @@
-"""The operators behind the LML loss, compared with float64 results for all formats of labels and dtypes."""
+"""The operators behind the LML loss, compared with float64 results for all label formats and dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All formats of targets, and invariances of the losses."""
+"""All target formats, and invariances of the losses."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_recall_in_a_half_precision_model(move):
     model = nn.Sequential(nn.Linear(2, 2), recall, graphs)
     MOVES[move](model)
     scores, labels = torch.eye(10).repeat(400, 1), torch.arange(10).repeat(400)
-    labels[::40] = 1  # 100 of 4000 wrong
+    labels[::40] = 1  # makes 100 of 4000 predictions wrong
     for _ in range(10):
         recall.update(scores, labels)
     assert recall.compute().item() == pytest.approx(0.975, abs=1e-6)

@@ -20,7 +20,7 @@ def iou(a, b):
 
 
 def plain_hits(predicted, true, k, constrained):
-    """For every true relation of an image, whether one of the k best triples matches it."""
+    """Return, for every true relation of an image, whether one of the k best triples matches it."""
     boxes, labels = predicted["boxes"].tolist(), predicted["labels"].tolist()
     true_boxes, true_labels = true["boxes"].tolist(), true["labels"].tolist()
     triples = []
@@ -62,7 +62,7 @@ def plain_recall(images, k, constrained, mean):
 
 
 def random_image(generator, predicates=5, detected=True):
-    """An image with overlapping and repeated boxes, and several relations per pair or no relations at all."""
+    """Return an image with overlapping and repeated boxes, and with zero or more relations per pair."""
 
     def draw(high, *shape):
         return torch.randint(high, shape, generator=generator)

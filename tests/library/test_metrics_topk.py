@@ -13,7 +13,7 @@ from torchlml.metrics import SceneGraphRecall, TopKRecall
 
 
 def plain_recall(rows, k):
-    """The mean over rows of |Y ∩ P| / |Y| for labels Y and top-k predictions P.
+    """Return the mean over rows of |Y ∩ P| / |Y| for labels Y and top-k predictions P.
 
     It is averaged over all ways to break ties. `rows` is a list of (scores, available, labels).
     """

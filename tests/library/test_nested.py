@@ -23,12 +23,12 @@ def jagged(rows: list[Tensor], **settings: Any) -> Any:
 
 
 def ragged_rows() -> list[Tensor]:
-    """Three rows of different lengths."""
+    """Return three rows of different lengths."""
     return [torch.randn(n, dtype=torch.float64) * 3 for n in LENGTHS]
 
 
 def ragged_like(x: Any, values: Tensor) -> Any:
-    """A nested tensor with the same ragged shape as `x`."""
+    """Return a nested tensor with the same ragged shape as `x`."""
     return torch.nested.nested_tensor_from_jagged(values, x.offsets())
 
 
@@ -65,7 +65,7 @@ def test_mask_layer_and_dual() -> None:
 
 @pytest.mark.parametrize("dim", [-1, 1])
 def test_dense_labels_with_a_ragged_number_of_rows(dim: int) -> None:
-    """Shape (B, j, n) along the last dimension, and (B, n, j) along the second to last, with a ragged j."""
+    """The functions accept shapes (B, j, n) and (B, n, j) with a ragged j, along the dimension of size n."""
     parts = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)]
     k = torch.tensor([1.0, 2.0, 1.5, 3.0, 0.5], dtype=torch.float64)
     x = jagged(parts, requires_grad=True)
@@ -84,7 +84,7 @@ def test_dense_labels_with_a_ragged_number_of_rows(dim: int) -> None:
     assert x.grad.shape == x.shape
 
 
-# Label 1 in the first row, labels 0 and 6 in the second, and none in the third, in all formats of targets.
+# Label 1 in the first row, labels 0 and 6 in the second, and none in the third, in all target formats.
 HOT = [[False, True, False], [True, *[False] * 5, True], [False] * 5]
 TARGETS: dict[str, Callable[[Any], Any]] = {
     "multi-hot": lambda x: jagged([torch.tensor(row) for row in HOT]),

@@ -75,7 +75,7 @@ def nodes(graph: Any) -> Iterable[Any]:
 def test_only_standard_operators(everything: Any) -> None:
     assert {node.domain for node in nodes(everything.graph)} == {""}
     assert not everything.functions
-    assert any(node.op_type == "Loop" for node in nodes(everything.graph))  # loop bodies are checked too
+    assert any(node.op_type == "Loop" for node in nodes(everything.graph))  # so loop bodies are also checked
     shapes = [
         [size.dim_param for size in given.type.tensor_type.shape.dim] for given in everything.graph.input
     ]

@@ -1,4 +1,4 @@
-"""All operators of the library pass PyTorch's operator checks of schemas, shapes and compilation."""
+"""All operators of the library pass PyTorch's checks for schemas, shapes and compilation."""
 
 from __future__ import annotations
 

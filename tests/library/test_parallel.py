@@ -82,7 +82,7 @@ def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
 
 @in_processes(2, 3)
 def test_problems_against_the_truth(group: Group) -> None:
-    """Two processes solve each problem in its original order, and three solve it sorted, in another dtype."""
+    """Results match the exact solutions. With three processes, rows are sorted and use the other dtype."""
     size = dist.get_world_size(group)
     for i, problem in enumerate(SHORT):
         dtype, limit = ((torch.float32, 1e-6), (torch.float64, 1e-11))[(i + size) % 2]
@@ -142,7 +142,7 @@ def test_another_dim(group: Group) -> None:
 
 @in_processes(4)
 def test_special_rows(group: Group) -> None:
-    """Infinities, NaN, masks and k at its limits, with the results listed in test_special_rows.py."""
+    """Rows with infinities, NaN, masks or extreme k have the results listed in support/special_rows.py."""
     for row in DENSE:
         for dtype in TOLERANCE:
             _special(row, dtype, group)
@@ -187,7 +187,7 @@ def _own(target: Tensor, group: Group) -> Tensor:
 
 @in_processes(2, 4)
 def test_losses(group: Group) -> None:
-    """The loss matches the unsharded loss for all pairs of target format, reduction, bound and dtype."""
+    """The loss matches the unsharded loss for combinations of target format, reduction, bound and dtype."""
     size = dist.get_world_size(group)
     for i, form in enumerate(FORMS):
         for j, (reduction, of_labels) in enumerate(REDUCTIONS):
@@ -318,7 +318,7 @@ def passes(call: Callable[[], object]) -> int:
 
 @in_processes(2)
 def test_passes_over_the_entries(group: Group) -> None:
-    """There is one pass per round, except for the first, which compares arguments. A bound adds a pass."""
+    """Each round has one pass, except the first, which only compares arguments. A bound adds a pass."""
     x, target = part(torch.randn(4, 100), group), torch.arange(4)
     for bound in BOUNDS:
         calls: list[Callable[[], object]] = [
@@ -346,7 +346,7 @@ def test_modules_with_a_group(group: Group) -> None:
 
 @in_processes(3)
 def test_numbers_sent(group: Group) -> None:
-    """Each round sends as many 8-byte numbers as the formulas in docs/scale.md say."""
+    """The amount of data sent in each round follows the formulas in docs/scale.md."""
     rows, sent = 16, []
     gather = group_module._all_gather
 
@@ -382,7 +382,7 @@ def test_invalid_arguments(group: Group) -> None:
     last = rank == dist.get_world_size(group) - 1
     x, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
     linear = torchlml.linear_lml_loss
-    odd: Any = "\u00e9\U0001f600" * 600  # longer in UTF-8 bytes than in characters
+    odd: Any = "\u00e9\U0001f600" * 600  # has more UTF-8 bytes than characters
     cases: list[tuple[str, Callable[[], object]]] = [
         ("same k", lambda: torchlml.lml(x, 2 + last, group=group)),
         ("same k", lambda: torchlml.lml(x, torch.full((4,), 2.0 + last), group=group)),
@@ -428,7 +428,7 @@ def _under_autocast(enabled: bool, call: Callable[[], Tensor]) -> Tensor:
 
 @in_processes(2, 3, 4)
 def test_k_of_0_in_a_row_with_a_label(group: Group) -> None:
-    """All processes raise, including those without the label, and the group remains usable."""
+    """All processes raise an error, including those without the label, and the group remains usable."""
     logits, hidden, weight = torch.randn(2, 11), torch.randn(2, 3), torch.randn(11, 3)
     k, hot = torch.tensor([2.0, 0.0]), torch.arange(11) == torch.tensor([[4], [10]])
     for target in (torch.tensor([4, 10]), part(hot, group)):
@@ -461,7 +461,7 @@ def test_transforms_raise(group: Group) -> None:
     for call in calls:
         with pytest.raises(NotImplementedError, match="With `group`, only plain calls"):
             torch.func.grad(call)(x)
-        # The calls raise. A gradient without a graph would silently disable a gradient penalty.
+        # The calls must raise, because a gradient without a graph would silently disable a gradient penalty.
         with pytest.raises(NotImplementedError, match="With `group`, second derivatives"):
             torch.autograd.grad(call(x.requires_grad_()), x, create_graph=True)
         x.requires_grad_(False)
@@ -485,7 +485,7 @@ def test_metrics(group: Group) -> None:
     psp = PropensityScoredPrecision(part(p, group), ks, group=group)
     cases += [(psp, lambda x, y, k, mask: propensity_scored_precision(x, y, p, k, mask=mask), "bool")]
     for metric, function, form in cases:
-        # The synchronization built into the metric would involve processes outside of the group.
+        # The synchronization built into the metric would involve processes outside the group.
         setattr(metric, "sync", lambda *a, **b: None)  # noqa: B010
         for which in (None, mask):
             metric.reset()

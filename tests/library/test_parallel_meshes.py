@@ -42,7 +42,7 @@ def test_dtensors(group: Group) -> None:
 
 @in_processes(4)
 def test_a_single_row(group: Group) -> None:
-    """A final batch of one sample, sharded over rows: all processes but one have no rows."""
+    """A batch of one sample can be sharded over rows, although all processes but one have no rows."""
     mesh = init_device_mesh("cpu", (4,))
     x, weight = torch.randn(1, 11, dtype=torch.float64), torch.randn(11, 3, dtype=torch.float64)
     hidden = torch.randn(1, 3, dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_a_single_row(group: Group) -> None:
 
 @in_processes(4)
 def test_rows_and_labels(group: Group) -> None:
-    """A two-dimensional mesh over rows and labels, in either order."""
+    """The functions accept a two-dimensional mesh over rows and labels, in either order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
         _dtensors(mesh, placements)
@@ -130,7 +130,7 @@ def test_metrics_of_dtensors(group: Group) -> None:
 
 @in_processes(4)
 def test_linear_dtensors(group: Group) -> None:
-    """All arguments of the linear loss are DTensors, with rows sharded, labels sharded, both or neither."""
+    """The linear loss accepts DTensors with rows sharded, labels sharded, both or neither."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     none, labels = Replicate(), Shard(0)
     for mesh, of_input, of_weight in (
@@ -210,7 +210,7 @@ def test_bad_dtensors(group: Group) -> None:
 
 @in_processes(4)
 def test_mesh_as_group(group: Group) -> None:
-    """A one-dimensional DeviceMesh can be the group. The rows are split by hand over the other dimension."""
+    """A one-dimensional DeviceMesh can be the group. The rows are split manually over the other dimension."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     x = torch.randn(4, 8, dtype=torch.float64)
     row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
@@ -236,7 +236,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 @in_processes(4)
 def test_colwise_parallel(group: Group) -> None:
-    """The weight of a layer sharded by `parallelize_module` can be passed to linear_lml_loss as it is."""
+    """The weight of a layer sharded by `parallelize_module` can be passed directly to `linear_lml_loss`."""
     mesh = init_device_mesh("cpu", (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 12))
     inputs, target = _batch()
@@ -256,7 +256,7 @@ def test_colwise_parallel(group: Group) -> None:
 
 @in_processes(4)
 def test_data_parallel(group: Group) -> None:
-    """DDP over rows, combined with a last layer that is sharded over labels."""
+    """DDP over rows works with a last layer that is sharded over labels."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
     body, head = nn.Linear(6, 5), torch.randn(12, 5)
@@ -272,7 +272,7 @@ def test_data_parallel(group: Group) -> None:
 
 @in_processes(4)
 def test_fully_sharded(group: Group) -> None:
-    """FSDP2 around the module: every process has its own rows and gathers the weight when needed."""
+    """Gradients are correct under FSDP2, where every process has its own rows and gathers the weight."""
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
     model = nn.ModuleList([nn.Linear(6, 5), torchlml.LinearLMLLoss(5, 12, 3)])
     inputs, target = _batch()

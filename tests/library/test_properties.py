@@ -30,7 +30,7 @@ def _wide(value: float) -> torch.Tensor:
 
 
 def target(n: int, fraction: float) -> float:
-    """k as a fraction of n. Half of the time it is rounded, because y can be nearly binary only then."""
+    """Return k as a fraction of n. Half of the values are rounded: y is nearly binary only for integer k."""
     k = fraction * n
     return float(round(k)) if fraction > 0.5 and n > 1 else k
 
@@ -59,7 +59,7 @@ def test_bracketing_agrees_with_the_dual(row: list[float], fraction: float, dtyp
 
 @given(ROW, FRACTION, DTYPE)
 def test_order_is_preserved(row: list[float], fraction: float, dtype: torch.dtype) -> None:
-    # Proposition 1 of the paper: x_i >= x_j implies y_i >= y_j; equal entries get equal values.
+    # Proposition 1 of the paper: x_i >= x_j implies y_i >= y_j, so equal entries get equal values.
     x = torch.tensor(row, dtype=dtype)
     k = target(len(row), fraction)
     for y in (torchlml.lml(x, k), torchlml.log_lml(x, k)):
@@ -215,7 +215,7 @@ def test_the_papers_bracket_fails_where_ours_holds(n: int, k: int) -> None:
     x = torch.zeros(n, dtype=torch.float64)
     nu = truth.solve(x.numpy(), k).nu
     assert nu == pytest.approx(math.log(k) - math.log(n - k), abs=1e-13)
-    assert not -7 <= nu <= 7  # [-pi_k - 7, -pi_{k+1} + 7]
+    assert not -7 <= nu <= 7  # the paper's bracket, [-pi_k - 7, -pi_{k+1} + 7]
     below, above = order_offsets(_wide(k), _wide(n))
     assert -float(below) <= nu + 1e-12
     assert nu - 1e-12 <= float(above)

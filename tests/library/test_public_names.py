@@ -25,7 +25,7 @@ LINEAR = {
 
 
 def text(pattern: str) -> str:
-    """The concatenated pages that match the pattern."""
+    """Return the concatenated pages that match the pattern."""
     pages = sorted(ROOT.glob(pattern))
     assert pages
     return "\n".join(page.read_text(encoding="utf-8") for page in pages)

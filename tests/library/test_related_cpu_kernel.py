@@ -27,7 +27,7 @@ OPERATORS = torch.ops.torchlml
 
 
 def upper_for(x: Tensor, kind: str) -> Tensor:
-    """One upper bound for all entries, or one per entry. The latter are from 0 to 2, or infinite."""
+    """Return one upper bound for all entries, or one per entry, each from 0 to 2 or infinite."""
     if kind == "one":
         return torch.tensor(1.25, dtype=torch.float64)
     upper = torch.rand(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 2
@@ -73,7 +73,7 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
 def near_a_kink(
     name: str, x: Tensor, nu: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Tensor:
-    """Mask of the rows with an entry within rounding error of its bound or of 0, where derivatives jump."""
+    """Return a mask of rows with an entry within rounding error of its bound or 0, where derivatives jump."""
     row = torch.arange(nu.shape[1]).repeat_interleave(
         torch.full((nu.shape[1],), x.shape[-1]) if offsets is None else offsets.diff()
     )
@@ -133,7 +133,7 @@ def test_choices(dtype: torch.dtype, form: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("columns", [1, 5, 64, 300])
 def test_balanced_rows(dtype: torch.dtype, columns: int) -> None:
-    """For any number of rows, y agrees with pure PyTorch, and the sums agree with sums of y in float64."""
+    """For any number of rows, y agrees with pure PyTorch, and the sums agree with float64 sums of y."""
     for rows in (0, 1, 3, 70, 5000 if columns < 100 else 300):
         x, mu = torch.randn(rows, columns, dtype=dtype), torch.randn(columns, dtype=torch.float64)
         x[torch.rand_like(x) < 0.1] = -torch.inf
@@ -156,7 +156,7 @@ def test_balanced_rows(dtype: torch.dtype, columns: int) -> None:
 
 
 def every(x: Tensor, k: Tensor) -> list[Tensor]:
-    """The results of all operators for dense rows."""
+    """Return the results of all operators for dense rows."""
     g = torch.linspace(-1, 1, x.shape[1], dtype=x.dtype).expand(x.shape).contiguous()
     found: list[Tensor] = []
     for name in PROJECTIONS:

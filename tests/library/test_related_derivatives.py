@@ -20,7 +20,7 @@ from tests.support.related import MEMBERS, Member, each_constrained
 
 
 def unused(problem: Problem, dtype: torch.dtype) -> npt.NDArray[np.float64]:
-    """Placeholder for the exact solution, because only the derivatives of the operator are tested."""
+    """Stand in for the exact solution, because only the operator's derivatives are tested here."""
     raise NotImplementedError
 
 
@@ -94,7 +94,7 @@ def test_derivatives_for_the_bounds(member: Member, masked: bool) -> None:
 
 
 def formula(name: str, y: np.ndarray, k: float, g: np.ndarray) -> tuple[np.ndarray, float]:
-    """The gradients of `sum g y` with respect to x and k by the published formulas, given the exact y."""
+    """Return the gradients of sum(g * y) with respect to x and k, by the published formulas."""
     free = (y > 0) & (y < 1)
     weight = np.where(free, y if name == "constrained_softmax" else 1.0, 0.0)
     mean = float(weight @ g / weight.sum()) if weight.sum() else 0.0
@@ -146,7 +146,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
 @each_member
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(member: Member, transform: str) -> None:
-    # The reference is autograd's own first and second derivatives, which are checked above.
+    # The references are autograd's own first and second derivatives, which are checked above.
     x, k = torch.randn(3, 5, dtype=torch.float64), torch.tensor([0.5, 1.5, 3.2], dtype=torch.float64)
     got = TRANSFORMS[transform](member.function, x, k)
     expected = BY_HAND[transform](member.function, x, k)

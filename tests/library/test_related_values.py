@@ -38,7 +38,7 @@ def check(y: torch.Tensor, expected: np.ndarray, k: float | None, dtype: torch.d
 @pytest.mark.parametrize("kind", [member.name for member in CONSTRAINED])
 @each([problem for problem in SMALL if problem.row(torch.float64).numel() <= 12 and not problem.extreme])
 def test_the_reference_solution_is_right(kind: str, problem: Problem) -> None:
-    # Extra entries with a bound of 0 do not change the solution, but the reference uses another algorithm.
+    # Extra entries with a bound of 0 change only the reference's algorithm, not the solution.
     x = problem.row(torch.float64).numpy()
     upper = bounds_for(x.size, problem.k)
     long = np.concatenate([x, np.zeros(20)]), np.concatenate([upper, np.zeros(20)])

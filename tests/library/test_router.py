@@ -1,4 +1,4 @@
-"""`TopKRouter`: balance in training, causality at inference, dropping, dtypes, state, invalid arguments."""
+"""`TopKRouter`: training balance, causal inference, token dropping, dtypes, state, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def skewed(tokens: int, experts: int, skew: float = 3.0, seed: int = 0) -> Tenso
 
 
 def largest_load(indices: Tensor, experts: int) -> float:
-    """The load of the busiest expert relative to a fair share."""
+    """Return the load of the busiest expert relative to a fair share."""
     return float(torch.bincount(indices.flatten(), minlength=experts).max()) * experts / indices.numel()
 
 

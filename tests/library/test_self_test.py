@@ -25,12 +25,12 @@ def reference(name: str) -> Callable[..., Any]:
 
 
 def right() -> SimpleNamespace:
-    """Correct kernels, implemented differently from the pure-PyTorch path."""
+    """Return correct kernels, implemented differently from the pure-PyTorch path."""
     return SimpleNamespace(**{name: reference(name) for name in NAMES})
 
 
 def faulty(name: str, place: int = 0) -> SimpleNamespace:
-    """Kernels, one of which returns a result whose last entry is wrong."""
+    """Return kernels, one of which returns a result with a wrong last entry."""
 
     def corrupt(*arguments: Any) -> Any:
         result = reference(name)(*arguments)

@@ -1,4 +1,4 @@
-"""Several short rows share a SIMD vector. Each result must be accurate and the same as for the row alone."""
+"""Several short rows share a SIMD vector. Each result is accurate and identical to that of the row alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 16  # the maximum number of rows that any instruction set solves togethe
 
 
 def truth(x: Tensor, k: Tensor) -> Tensor:
-    """The projection in float64 by bisection; entries at -inf get 0."""
+    """Return the projection in float64, computed by bisection. Entries at -inf get 0."""
     x = x.double()
     finite = torch.where(x.isfinite(), x, 0)
     reach = finite.abs().amax(-1) + 800
@@ -35,7 +35,7 @@ def rows(n: int, scale: float, count: int = 40, seed: int = 0) -> Tensor:
 
 
 def some_k(n: int, count: int) -> Tensor:
-    """Values of k over the full range from 0 to n, both integers and fractions."""
+    """Return values of k over the full range from 0 to n, both integers and fractions."""
     share = torch.linspace(0.02, 0.98, count, dtype=torch.float64)
     return torch.where(torch.arange(count) % 3 > 0, (share * n).round().clamp(1, max(1, n - 1)), share * n)
 
@@ -86,7 +86,7 @@ def test_one_huge_entry(huge: float) -> None:
 
 
 def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
-    """The results of all operators, as tensors with one number per entry or per row."""
+    """Return the results of all operators, as tensors with one number per entry or per row."""
     y, nu = operators.forward(x, k, mask, offsets)
     log_y, _ = operators.log_forward(x, k, mask, offsets)
     # The gradient depends on x only, so that a row has the same gradient at every position.
@@ -103,7 +103,7 @@ def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | 
 
 
 def all_kinds(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Ordinary rows mixed with special rows (constant, shifted, NaN, infinite), and a k for each row."""
+    """Return ordinary and special rows (constant, shifted, NaN, infinite) in one batch, and a k for each."""
     x = torch.cat([rows(n, scale, 3) for scale in (0.1, 1.0, 3.0, 12.0, 300.0)])
     x[2], x[5], x[8] = 1.0, torch.arange(n) * 30.0, x[8] + 1000
     x[4, 0], x[7, n // 2], x[10, -1] = NAN, INF, -INF

@@ -1,4 +1,4 @@
-"""Mathematical limits: k = 0, k = n, infinities, masks, short rows in jagged batches, NaN, empty tensors."""
+"""Mathematical limits: k = 0, k = n, infinities, masks, short jagged rows, NaN, and empty tensors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_gradients(row: Special, dtype: torch.dtype, ragged: bool, name: str) ->
     k = torch.tensor(float(row.k), dtype=torch.float64, requires_grad=True)
     offsets = torch.tensor([0, len(row.x)]) if ragged else None
     out = getattr(torchlml, name)(x, k.expand(1) if ragged else k, mask=mask_of(row), offsets=offsets)
-    # Unavailable entries receive an upstream gradient too. It must be ignored, not multiplied by log 0.
+    # Unavailable entries also receive an upstream gradient. It must be ignored, not multiplied by log 0.
     g = [1.0 + i for i in range(len(row.x))]
     upstream = torch.tensor(g if name != "lml_dual" else 2.0, dtype=dtype).expand(out.shape)
     out.backward(upstream)

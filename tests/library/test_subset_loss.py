@@ -17,7 +17,7 @@ LABELS = torch.tensor([[0, 3, 5], [1, -100, -100], [-100, -100, -100], [8, 2, -1
 
 
 def log_contains(x: torch.Tensor, k: int, labels: tuple[int, ...]) -> float:
-    """log P(labels ⊆ S) by enumeration."""
+    """Return log P(labels ⊆ S), computed by enumeration."""
     exact = subsets.enumerate_sets(x, k)
     inside = [p for members, p in exact.sets.items() if set(labels) <= set(members)]
     outside = [p for members, p in exact.sets.items() if not set(labels) <= set(members)]

@@ -24,7 +24,7 @@ RAGGED_K = torch.tensor([1.0, 0.5, 2.5, 2.0], dtype=torch.float64)
 
 
 def plain(name: str, x: Tensor, k: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function near (x, k) in PyTorch operations, so that autograd can compute all its derivatives."""
+    """Return the function near (x, k), built from PyTorch operations that autograd can differentiate."""
     pairs = zip(x.reshape(-1, x.shape[-1]).tolist(), k.expand(x.shape[:-1]).flatten().tolist(), strict=True)
     start = torch.tensor([truth.solve(*pair).nu for pair in pairs], dtype=torch.float64).view(x.shape[:-1])
 
@@ -37,7 +37,7 @@ def plain(name: str, x: Tensor, k: Tensor) -> Callable[[Tensor, Tensor], Tensor]
 
 
 def weigh(out: Tensor) -> Tensor:
-    """A scalar that depends differently on each entry."""
+    """Return a scalar that depends differently on each entry."""
     return (out * torch.arange(1, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()).sum()
 
 

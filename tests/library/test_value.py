@@ -25,7 +25,7 @@ def test_the_value(problem: Problem, dtype: torch.dtype) -> None:
     if math.isinf(expected):
         assert float(got) == expected
         return
-    # The relative error of exp(z) is |z| eps, and relevant z are at most 12. Errors of tied entries add up.
+    # The relative error of exp(z) is |z| * eps, and only |z| up to 12 matters. Errors of tied entries add up.
     unit = torch.finfo(dtype).eps
     assert abs(float(got) - expected) <= 12 * unit * max(size, 1.0)
     with torch.no_grad():
