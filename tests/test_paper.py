@@ -70,7 +70,7 @@ def test_the_corners_of_the_polytope_are_the_sets_of_k_labels(n, k):
     reached = set()
     for _ in range(150):
         c = generator.normal(size=n)
-        # A linear program over {0 <= p <= 1, sum p = k}, the definition, has a solution at a corner.
+        # A linear program over the polytope, {0 <= p <= 1, sum p = k}, has a solution at a corner.
         best = linprog(-c, A_eq=np.ones((1, n)), b_eq=[k], bounds=(0, 1))
         distance = np.abs(corners.numpy() - best.x).max(1)
         assert distance.min() < 1e-9
@@ -192,7 +192,7 @@ CONTEXTS, LABELS, K = 12, 8, 3
 
 
 class Realizable:
-    """Twelve contexts, each with three true labels out of eight. A sample observes one of the three.
+    """Twelve contexts, each with three true labels out of eight. Only one of them is observed in a sample.
 
     The logits are a table plus a bias for each label, so the model can represent the true labels. Every label
     is true in some context.
@@ -264,7 +264,7 @@ def test_a_scene_graph_row_of_19000_fits_and_is_exact(k):
     y = torchlml.lml(x, k)
     assert abs(y.double().sum().item() - k) <= 2e-6 * k
     torch.testing.assert_close(y.double(), torch.from_numpy(expected.y), rtol=0, atol=1e-6)
-    # The loss of the observed relations in a jagged batch of this image and a smaller one.
+    # Check the loss of the observed relations in a jagged batch of this image and a smaller one.
     values = torch.cat([x, torch.zeros(600)])
     offsets = torch.tensor([0, n, n + 600])
     relations = torch.tensor([3, 17, 18_999, n + 5])

@@ -24,7 +24,7 @@ PICTURES = sorted(RESULTS.rglob("*.png"))
 
 
 def texts(png: Path) -> dict[str, str]:
-    """The text chunks of a PNG file."""
+    """Return the text chunks of a PNG file."""
     data, found, place = png.read_bytes(), {}, 8
     while place < len(data):
         (length,) = struct.unpack(">I", data[place : place + 4])

@@ -55,13 +55,13 @@ def brier(dataset: str, head: str, *methods: str) -> str:
 
 
 def best(dataset: str, head: str, methods: Iterable[str]) -> str:
-    """The method with the highest mAP."""
+    """Return the method with the highest mAP."""
     found = [name for name in methods if one_label_rows(head, dataset, name)]
     return max(found, key=lambda name: score(dataset, name, head))
 
 
 def behind(dataset: str, head: str, method: str, methods: Iterable[str]) -> float:
-    """The highest mAP among `methods` minus the mAP of `method`."""
+    """Return the highest mAP among `methods` minus the mAP of `method`."""
     return score(dataset, best(dataset, head, methods), head) - score(dataset, method, head)
 
 
@@ -92,7 +92,7 @@ def joined(parts: list[str]) -> str:
 
 
 def summary() -> list[str]:
-    """The sentences in the summary at the top of the page."""
+    """Return the sentences in the summary at the top of the page."""
     linear, hidden = (listed(wins("lml", head, SPECIALIZED)) for head in HEADS)
     low, high = predicted_range()
     for head in HEADS:
@@ -116,7 +116,7 @@ def summary() -> list[str]:
 
 
 def losses(head: str) -> str:
-    """The data sets on which another method is ahead of LML, with the best method and its lead in mAP."""
+    """List the data sets on which a competitor is ahead of LML, with the best one and its lead in mAP."""
     found = [
         (name, best(name, head, SPECIALIZED), behind(name, head, "lml", SPECIALIZED))
         for name in data_sets(head)
@@ -125,7 +125,7 @@ def losses(head: str) -> str:
 
 
 def findings() -> list[str]:
-    """The sentences in the section "Findings"."""
+    """Return the sentences in the section "Findings"."""
     em = [score(name, "em", head, "brier") for head in HEADS for name in data_sets(head)]
     many = [
         behind(name, head, "lml", ["bce-validation"])
@@ -155,7 +155,7 @@ def wrong_k() -> tuple[list[float], list[float]]:
 
 
 def choosing() -> list[str]:
-    """The sentences in the section "Choosing k"."""
+    """Return the sentences in the section "Choosing k"."""
     low, high = predicted_range()
     half, more = wrong_k()
     errors = [score("yeast", name, "linear", "ece") for name in ("lml", "lml-half", "lml-more")]

@@ -78,7 +78,7 @@ def check(shown: dict[str, Any], gradients: bool = True) -> None:
 
 
 def settings() -> list[dict[str, Any]]:
-    """Random logits with many combinations of k, temperature, gap and bound."""
+    """Return random logits with many combinations of k, temperature, gap and bound."""
     generator = torch.Generator().manual_seed(0)
     ks = (0.05, 0.7, 1, 2.5, 3, 5, 7.3, 9, 9.95)
     kinds = itertools.product(ks, (0.05, 0.3, 1, 10), ("exactly", "at_most", "at_least"))
@@ -245,7 +245,7 @@ def test_text_has_enough_contrast(browser: Any, scheme: str) -> None:
 
 
 def luminance(color: str) -> float:
-    """The relative luminance of #rrggbb, as WCAG defines it."""
+    """Return the relative luminance of #rrggbb, as WCAG defines it."""
     parts = [int(part, 16) / 255 for part in re.findall("..", color.lstrip("#"))]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -262,7 +262,7 @@ def touch(page: Any, x: float, y: float, dy: float) -> None:
 
 
 def grip(page: Any, entry: int) -> tuple[float, float]:
-    """The coordinates of the center of a bar's grip."""
+    """Return the coordinates of the center of a bar's grip."""
     box = page.locator(f'[role="slider"][data-entry="{entry}"] .grip').bounding_box()
     return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 

@@ -67,7 +67,7 @@ def means(path: str, column: str, **wanted: str) -> str:
 
 
 def evidence() -> list[list[str]]:
-    """The numbers in the last column of the table under "When to use it", row by row."""
+    """Return the numbers in the last column of the table under "When to use it", row by row."""
     section = README.read_text(encoding="utf-8").split("## When to use it")[1].split("\n## ")[0]
     lines = [line for line in section.split("\n") if line.startswith("| ")][2:]
     return [re.findall(r"\d+\.\d", line.split("|")[3]) for line in lines]
@@ -159,7 +159,7 @@ def test_every_command_exists_with_its_options(name: str, capsys: pytest.Capture
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page as GitHub generates them: in lowercase, with hyphens for spaces."""
+    """Return the anchors of a page as GitHub generates them: in lowercase, with hyphens for spaces."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

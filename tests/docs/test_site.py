@@ -121,7 +121,7 @@ def test_every_public_name_is_in_the_api(site: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_every_snippet_of_a_page_runs(page: Path) -> None:
-    """Run the Python blocks of a page in order. Recipes are separate files with their own tests."""
+    """The Python blocks of a page run in order. Recipes are separate files with their own tests."""
     names: dict[str, object] = {"__name__": "snippet"}
     for snippet in re.findall(
         r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE

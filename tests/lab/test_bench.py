@@ -147,7 +147,7 @@ def test_quick_sets_defaults_that_other_options_override(monkeypatch):
     {f"{option} '{__file__}'": f"`{option}` names" for option in ("--csv", "--compare")},
 )
 def test_bad_input_is_a_one_line_error_before_any_work(capsys, tmp_path, monkeypatch, options, needle):
-    monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("a measurement was started"))
     arguments = ["bench", "layer", *TINY, "--csv", tmp_path / "b.csv", *options]
     assert needle in rejected(capsys, arguments)
     assert not list(tmp_path.iterdir())
@@ -285,7 +285,7 @@ NARROW = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid"]
 def test_an_unwritable_path_is_rejected_before_any_work(capsys, tmp_path, monkeypatch, option, place):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").touch()
-    monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("a measurement was started"))
     code, out, err = bench(capsys, *NARROW, option, place)
     assert (code, out) == (2, "")
     assert f"`{option}` " in err

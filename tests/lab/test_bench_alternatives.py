@@ -43,7 +43,7 @@ ROWS = {
 
 
 def _raises(x: Tensor, k: int) -> Tensor:
-    raise TypeError("an error of another package")
+    raise TypeError("an error from another package")
 
 
 class _SlopeOff(torch.autograd.Function):

@@ -129,7 +129,7 @@ def test_the_default_problems_are_those_of_section_5_1(monkeypatch):
 )
 def test_bad_input_is_rejected_before_the_work(capsys, tmp_path, monkeypatch, options, needle):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paper, "measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(paper, "measure", lambda *a: pytest.fail("a measurement was started"))
     assert needle in rejected(capsys, ["bench", "paper", *TINY, *options])
     assert not list(tmp_path.iterdir())
 

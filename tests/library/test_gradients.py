@@ -200,7 +200,7 @@ def test_half_gradients(problem: Problem, dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_hardest_examples_keep_their_gradient(dtype: torch.dtype) -> None:
-    # Five wrong labels lead by 40. With log(y + 1e-8), the gradient at the correct label would be only 0.0071.
+    # Five wrong labels lead by 40. With log(y + 1e-8), the gradient at the true label would be only 0.0071.
     x = torch.zeros(100, dtype=dtype)
     x[:5] = 40
     x.requires_grad_()

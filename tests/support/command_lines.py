@@ -51,6 +51,6 @@ def rejections(said: str, *lines: str) -> dict[str, str]:
 
 
 def each_rejection(*tables: dict[str, str]) -> pytest.MarkDecorator:
-    """Run a test for each line of the tables, with its words as `options` and its message as `needle`."""
+    """Run a test for each line in the tables, with its arguments as `options` and its message as `needle`."""
     rows = [(shlex.split(line), needle) for table in tables for line, needle in table.items()]
     return pytest.mark.parametrize(("options", "needle"), rows)

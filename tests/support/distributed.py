@@ -1,8 +1,8 @@
 """Tests that run in several real processes, which communicate through gloo.
 
 A test decorated with `in_processes(2, 3)` becomes one pytest test per number of processes. Its body runs in
-every process of a pool that is started once per session, because startup takes seconds. A test that fails,
-times out or ends a process discards its pool, and the next test starts a new one.
+every process of a pool that is started once per session, because startup takes seconds. If a test fails,
+times out or ends a process, its pool is discarded, and the next test starts a new one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.processes import fork
 
 Check = Callable[[dist.ProcessGroup], None]
 _SECONDS = 240.0
-# After the first failure, the other processes have this much time to report theirs.
+# After the first failure, the other processes have this many seconds to report theirs.
 _GRACE = 5.0
 
 
@@ -56,7 +56,7 @@ class Pools:
         self._pools: dict[int, _Pool] = {}
 
     def run(self, size: int, module: str, name: str) -> None:
-        """Run a decorated test of a module in `size` processes, and fail with the errors of all processes."""
+        """Run a decorated test from a module in `size` processes, and fail with their errors, if any."""
         pool = self._pools.pop(size, None) or _Pool(size)
         problems = pool.run(module, name, self._seconds)
         if problems:
@@ -83,7 +83,7 @@ class _Pool:
             theirs.close()  # so that the pipe closes when the process ends
 
     def run(self, module: str, name: str, seconds: float) -> list[str]:
-        """Return the errors of all processes, empty if the test passed."""
+        """Run a test, and return the errors of all processes, or an empty list if the test passed."""
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         problems = []
         for pipe in self._pipes:

@@ -99,7 +99,7 @@ def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
 
 
 def check(call: Call, given: Batch) -> None:
-    """Compare the loss and gradients of every row with float64, within the tolerances for log_lml."""
+    """Compare the loss and gradients of every row with exact results, within the tolerances for log_lml."""
     x = given.x
     rest = (given.mask, given.offsets, given.labels, given.starts, given.weight)
     loss, nu = call("loss_forward", x, given.k, *rest)
@@ -144,7 +144,7 @@ def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) ->
 
 
 def available(row: Special) -> list[int]:
-    """Return the positions of a special row that may be labels."""
+    """Return the indices of a special row that may be labels."""
     return [j for j in range(len(row.x)) if row.mask is None or row.mask[j]]
 
 

@@ -24,7 +24,7 @@ _IMPORTED += ["torchlml_lab.multilabel.report"]
 
 
 def fork(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start `work(*arguments)`, a module-level function, in a process that need not import torch again."""
+    """Call the module-level function `work` in a new process that need not import torch again."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     process = context.Process(target=work, args=arguments)
@@ -93,7 +93,7 @@ def _run(
     folder: Path,
     environment: dict[str, str],
 ) -> None:
-    gc.freeze()  # every training run collects all garbage, which would copy the memory of the server
+    gc.freeze()  # every training run collects all garbage, which would copy the server's memory
     os.environ.update(environment)
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)

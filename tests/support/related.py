@@ -26,7 +26,7 @@ Wide = np.longdouble
 
 
 def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
-    """Solve `constrained_softmax` or `constrained_sparsemax` for a finite row with 0 < k < sum of upper."""
+    """Solve `constrained_softmax` or `constrained_sparsemax` for a finite row with 0 < k < sum(upper)."""
     if x.size <= 12:
         return _capped_with_mpmath(kind, x, k, upper)
     # The few very long rows have no large entries, so double precision is sufficient for them.
@@ -47,7 +47,7 @@ def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
         if middle in (lower, upper_end):
             break
         y = values(middle)
-        # Subtract entries at their bounds from k. Adding them to the small rest would round the rest away.
+        # Subtract entries at their bounds from k. Added to the small sum of the others, they would swamp it.
         missing = k - bounds[y == bounds].sum()
         lower, upper_end = (lower, middle) if y[y < bounds].sum() > missing else (middle, upper_end)
     return np.asarray(values(lower), dtype=np.float64)

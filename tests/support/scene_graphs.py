@@ -83,7 +83,7 @@ def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
 
 
 def write_vg(folder: Path, images: list[Drawn], tables: dict[str, np.ndarray] | None = None) -> Path:
-    """Write the three files of Visual Genome. `tables` replaces the tables of the images."""
+    """Write the three files of Visual Genome. `tables`, if given, replaces the tables of `images`."""
     folder.mkdir(exist_ok=True)
     with h5py.File(folder / "VG-SGG.h5", "w") as file:
         for name, table in (vg_tables(images) if tables is None else tables).items():

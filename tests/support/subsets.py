@@ -20,7 +20,7 @@ MP.dps = 60
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact quantities of one row as mpmath or extended-precision numbers."""
+    """Exact quantities for one row, as mpmath or extended-precision numbers."""
 
     log_normalizer: object
     inclusion: list
@@ -30,7 +30,7 @@ class Exact:
 
 
 def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
-    """Return all quantities of a row of up to 12 entries, which may include -inf."""
+    """Return all quantities for a row of up to 12 entries, which may include -inf."""
     values = [MP.mpf(float(v)) if math.isfinite(v) else None for v in x.tolist()]
     weights = {
         members: MP.exp(MP.fsum(values[i] for i in members))
@@ -42,7 +42,7 @@ def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
     chances = {members: weight / total for members, weight in weights.items()}
 
     def log(members):
-        """Return log P, computed from the sum of all other probabilities if P is near 1."""
+        """Return log P, computed from the weights of all other sets, so that it is accurate near P = 1."""
         if chances[members] == 0:
             return -MP.inf
         others = MP.fsum(w for other, w in weights.items() if other != members)
@@ -60,7 +60,7 @@ def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
 
 
 def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
-    """Compute all quantities of a finite row in 80-bit floating point, except for `sets`."""
+    """Return all quantities except `sets` for a finite row, computed in 80-bit floating point."""
     values = x.numpy().astype(np.longdouble)
     n = len(values)
     forward, backward = (_log_polynomials(each, k) for each in (values, values[::-1]))
@@ -138,12 +138,12 @@ HOSTILE = {
     "scale 50": (_normal(12, 50.0), 6),
     "-inf": (_row(1, -INF, 2, 0.5, -INF, -1), 2),
     "-inf, nothing left to choose": (_row(1, -INF, 2, 0.5), 3),
-    # Variances on both sides of 1/64, where the method changes.
+    # The variances of the count are on both sides of 1/64, where the method changes.
     "variance below 1/64": (_row(9.72, 9.72, 0, 0), 2),
     "variance above 1/64": (_row(9.66, 9.66, 0, 0), 2),
     "one entry dominates": (_row(12, 0, 0, 0, 0, 0, -30), 1),
 }
-# n, k, scale. The variances are on both sides of 18 and 100, where the method changes.
+# n, k, scale. The variances of the count are on both sides of 18 and 100, where the method changes.
 LONG = [(60, 30, 1.0), (120, 20, 0.5), (140, 22, 0.5), (400, 200, 0.1), (500, 200, 1.0), (1000, 990, 3.0),
         (2000, 5, 12.0), (2000, 60, 1.0), (2000, 1000, 0.0), (2000, 1400, 30.0)]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A CSV of texts and tags that can be learned. Every tag has its own words, mixed with meaningless words."""
+"""Learnable texts with tags. Every tag has its own words, which are mixed with meaningless words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = "how to do this when the error is not working my code with a new versi
 
 
 def tagged_texts(count: int, seed: int) -> list[tuple[str, list[str]]]:
-    """Texts of about 15 words and their tags, mostly one or two per text."""
+    """Return texts of about 15 words with their tags, mostly one or two per text."""
     chosen = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -31,7 +31,7 @@ def tagged_texts(count: int, seed: int) -> list[tuple[str, list[str]]]:
 
 
 def write_texts(path: Path, rows: list[tuple[str, list[str]]]) -> Path:
-    """Write the texts as `text,tags` with `;` between the tags."""
+    """Write the texts as a CSV file with the columns `text` and `tags`, with `;` between the tags."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("text", "tags"))

@@ -1,9 +1,9 @@
-"""Compile the Triton kernels for GPUs that need not be present, and report their resources.
+"""Compile the Triton kernels for GPUs that need not be present, and report their resource use.
 
     python -m tests.support.triton_compile sm_80 sm_90 sm_100 gfx942
 
-prints a line of JSON for each variant and target, with the number of registers, spilled bytes and bytes of
-shared memory. For NVIDIA, ptxas reports these numbers while Triton compiles. For AMD, they are in the
+This prints a line of JSON for each variant and target, with the number of registers, spilled bytes and bytes
+of shared memory. For NVIDIA, ptxas reports these numbers while Triton compiles. For AMD, they are in the
 metadata of the code object.
 """
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -64,7 +64,7 @@ COMMON = 4096  # rows up to this length must not spill registers
 
 
 class Variant(NamedTuple):
-    """A variant of a kernel to compile."""
+    """A kernel variant to compile."""
 
     name: str
     kernel: Any
@@ -75,7 +75,7 @@ class Variant(NamedTuple):
 
 
 def variants(lanes: int) -> list[Variant]:
-    """Return all kernels that are launched, with the block sizes and numbers of warps from `plan`."""
+    """Return variants of all kernels, with the block sizes and numbers of warps from `plan`."""
     forward, backward = triton_layer.forward_kernel, triton_layer.backward_kernel
     found: list[Variant] = []
 

@@ -80,7 +80,7 @@ def check(row: truth.Row, k: float, y: Tensor, log_y: Tensor, nu: Tensor) -> Non
 
 
 def check_gradients(row: truth.Row, g: np.ndarray, found: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Check dx and dk of y, log y and nu of one row, with the tolerances of the CPU tests."""
+    """Check the gradients of y, log y and nu for one row, with the tolerances of the CPU tests."""
     dx, dk = (t.double().numpy() for t in found["backward"])
     expected_dx, expected_dk = row.lml_gradient(g)
     assert np.abs(dx - expected_dx).max() <= 1e-6 * np.abs(g).max()
@@ -274,8 +274,8 @@ def test_float64_uses_pure_pytorch() -> None:
     assert np.abs(y[0].numpy() - row.y).max() <= 1e-11
 
 
-# Each format of labels is tested with each variant of the kernels. The lists are longer than the 32 labels
-# that are read at once.
+# Each label format is tested with each variant of the kernels. One list is longer than the 32 labels that are
+# read at once.
 LOSSES = [
     ("one class", False, False),
     ("weighted list", True, True),

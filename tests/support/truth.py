@@ -1,10 +1,10 @@
 """Exact solutions of the projection, one row at a time, independent of the library.
 
-`solve` bisects the dual variable. It writes `nu = d - anchor`, where `anchor` is the row's own entry at the
+`solve` bisects the dual variable. It writes `nu = d - anchor`, where `anchor` is the row's entry at the
 threshold, so that `z = (x - anchor) + d` loses no digits when the logits are shifted by 1e7: the difference
 is exact, and `d` is a small number. The residual is summed from `sigma(-|z|)`, which preserves entries that
-round to 1. `solve_with_mpmath` does the same with 120 digits and no tricks. `test_accuracy.py` compares the
-two.
+round to 1. `solve_with_mpmath` needs no such steps, because it uses 120 digits. `test_accuracy.py` compares
+the two.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ class Row:
     alive: NDArray[np.bool_]  # available entries: not masked and not -inf
 
     def lml_gradient(self, g: Array) -> tuple[Array, float]:
-        """Return the gradients of `sum g y` with respect to x and k."""
+        """Return the gradients of `sum(g * y)` with respect to x and k."""
         mean = float(self.p @ np.where(self.alive, g, 0.0))
         return self.w * (g - mean), mean
 
     def log_lml_gradient(self, g: Array) -> tuple[Array, float]:
-        """Return the gradients of `sum g log y` over the available entries with respect to x and k."""
+        """Return the gradients of `sum(g * log y)` over the available entries, with respect to x and k."""
         upstream = np.where(self.alive, g, 0.0) * np.where(self.z > 0, _tails(self.z), 1.0 - _tails(self.z))
         total = _exact_sum(upstream)
         with np.errstate(divide="ignore", over="ignore"):
             return upstream - self.p * total, float(np.divide(total, self.sum_w)) if total else 0.0
 
     def dual_gradient(self, g: float) -> tuple[Array, float]:
-        """Return the gradients of `g nu` with respect to x and k."""
+        """Return the gradients of `g * nu` with respect to x and k."""
         return -g * self.p, g / self.sum_w
 
 
@@ -92,7 +92,7 @@ def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = No
         z = high + (low + d)
         above = z > 0
         tails = _tails(z) * counts
-        # The surplus is exact if it is small. The tails are then added to a small number, not to many ones.
+        # The surplus is exact if it is small. The tails are then added to a small number, not to a large sum.
         surplus = float(counts[above].sum()) - k
         if surplus == 0 and tails.max() < 1e-200:
             # In a gap so wide that the tails underflow, compare their logarithms.
@@ -154,7 +154,7 @@ def projection(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None
 
 
 def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[list[mpmath.mpf], mpmath.mpf]:
-    """Return `(y, nu)` of a short finite row, by bisection in 120-digit arithmetic."""
+    """Return `(y, nu)` for a short finite row, by bisection in 120-digit arithmetic."""
     with mpmath.workdps(digits):
         entries = [mpmath.mpf(value) for value in x]
         target, size = mpmath.mpf(k), len(entries)
