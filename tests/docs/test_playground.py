@@ -50,7 +50,7 @@ def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
 
 
 def layers(k: float, bound: Any) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the page's layers as functions of torchlml and torch."""
+    """Return the page's layers as torchlml and torch functions."""
     return {
         "lml": lambda x: torchlml.lml(x, k, bound=bound),
         "sigmoid": torch.sigmoid,
@@ -123,7 +123,7 @@ def test_ties_and_extreme_k_give_the_numbers_of_the_library(page: Any, logits: l
 def test_a_gap_raises_the_k_largest(page: Any) -> None:
     logits = [3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, 2.5, 2.0, -4.0]
     shown = show(page, logits=logits, k=3, temperature=0.5, gap=2, bound="exactly")
-    raised = [5.0, 4.0, 1.0, 0.0, -1.0, -2.0, -3.0, 4.5, 2.0, -4.0]  # of the tied entries 2.0, the first
+    raised = [5.0, 4.0, 1.0, 0.0, -1.0, -2.0, -3.0, 4.5, 2.0, -4.0]  # only the first 2.0 is raised
     assert shown["x"] == pytest.approx([2 * each for each in raised])
 
 

@@ -21,7 +21,7 @@ def test_every_method_computes_the_same_distribution(name):
     x = subsets.long_row(12, 1.0)
     exact = subsets.enumerate_sets(x, 6)
     log_normalizer, inclusion = method.compute(x, 6)
-    tolerance = 1e-5 if name == "untilted Fourier" else 1e-12  # this method uses float32
+    tolerance = 1e-5 if name == "untilted Fourier" else 1e-12  # untilted Fourier uses float32
     assert float(log_normalizer) == pytest.approx(float(exact.log_normalizer), rel=tolerance)
     assert inclusion.tolist() == pytest.approx([float(p) for p in exact.inclusion], rel=tolerance)
 

@@ -1,4 +1,4 @@
-"""`TopKClassifier`: scikit-learn's estimator checks, all forms of labels, and accuracy."""
+"""`TopKClassifier`: scikit-learn's estimator checks, all label formats, and accuracy."""
 
 from __future__ import annotations
 

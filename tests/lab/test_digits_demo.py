@@ -1,4 +1,4 @@
-"""The demo: its data, its metrics compared with hand counts, and sentences that match the numbers."""
+"""The demo: its data, its metrics checked by hand, and sentences that match the numbers."""
 
 import re
 

@@ -53,7 +53,7 @@ def test_embeddings_match_the_model_and_precede_numeric_columns(
     texts = ["A cat sat.", "A kitten was sitting.", "Rates rose.", "A cat sat."]
     encoder = Encoder(model)
     found = encoder.encode(rows(texts, [1.0, np.nan, 3.0, 4.0]))
-    # By definition, an embedding is the mean over the tokens, scaled to norm 1.
+    # By definition, an embedding is the mean of the token vectors, scaled to norm 1.
     tokens = AutoTokenizer.from_pretrained(model)(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         states = AutoModel.from_pretrained(model).eval()(**tokens).last_hidden_state

@@ -138,7 +138,7 @@ def full_disk(size):
 
 @pytest.mark.parametrize("kept", ["nothing", "the weights"])
 def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
-    """The first limit is reached while safetensors writes the weights, the second in the optimizer state."""
+    """The disk is full when safetensors writes the weights, or when torch writes the optimizer state."""
     out = tmp_path / "run"
     weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
     killed(features, out)

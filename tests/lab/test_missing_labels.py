@@ -96,7 +96,7 @@ def test_losses_match_their_papers(name):
 
 @pytest.mark.parametrize("name", SIGMOID)
 def test_gradients(name):
-    """Gradients match finite differences. ROLE has a term in which the predictions p are constants."""
+    """Gradients match finite differences. One term of ROLE treats the predictions p as constants."""
     given = batch()
     assert given.estimates is not None
     leaf = given.x.clone().requires_grad_()

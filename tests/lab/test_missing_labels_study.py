@@ -121,7 +121,7 @@ def test_the_figure_and_its_tables(folder, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns_a_linear_rule(folder, name):
-    """The ranking is better than chance, and the recalibrated Brier score is better than a constant's."""
+    """The ranking beats chance, and the recalibrated Brier score beats that of a constant prediction."""
     method, split = METHODS[name], data.split_of(data.read_dataset("yeast", folder), 0)
     split = data.labeled_part(split) if method.labels == "validation" else split
     counts = study.expected_counts(method, split)

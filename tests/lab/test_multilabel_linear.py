@@ -102,7 +102,7 @@ def test_leading_eigenvectors_save_steps(monkeypatch):
     assert steps[100] < steps[1] / 2, steps
 
 
-@pytest.mark.parametrize("held_out", [40, 400])  # too few, so cross-validation is used, and enough
+@pytest.mark.parametrize("held_out", [40, 400])  # with and without cross-validation
 def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out, monkeypatch):
     x, y = skewed(600 + held_out, 1000, 20)
     chosen = linear.choose(x[:600], y[:600], x[600:], y[600:])

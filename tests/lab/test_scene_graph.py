@@ -81,10 +81,10 @@ def test_recall_by_hand(tmp_path):
     image = Drawn("1", boxes, [0, 1, 2, 3, 4], relations)
     batch = GraphBatches(datasets.read_visual_genome(write_vg(tmp_path, [image]))[0])[0]
     scores = torch.zeros(20, 4)
-    scores[:, 3] = torch.arange(20) + 10.0  # An unobserved predicate ranks first on every edge,
-    scores[0, 0] = 100  # except on 0-1, where an observed predicate ranks first.
-    scores[0, 1] = 50  # The second observed predicate ranks second overall.
-    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # The third one ranks below the unobserved ones.
+    scores[:, 3] = torch.arange(20) + 10.0  # an unobserved predicate ranks first on every edge but 0-1
+    scores[0, 0] = 100  # an observed predicate ranks first overall
+    scores[0, 1] = 50  # the second observed predicate ranks second overall
+    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # the third ranks below the unobserved ones
     scored = list(score(lambda batch: scores, [batch], Accelerator(cpu=True)))
     found = measure(scored)
     per_predicate, images = measure_predicates(scored, 4)

@@ -1,4 +1,4 @@
-"""`torch.compile`, `torch.export`, tracing, fake and meta tensors, autocast, pickling, and opcheck."""
+"""`torch.compile`, `torch.export`, tracing, fake and meta tensors, autocast, and pickling."""
 
 from __future__ import annotations
 

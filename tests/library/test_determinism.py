@@ -1,4 +1,4 @@
-"""Results are bitwise identical for every number of threads, whether a row is alone or in a batch."""
+"""The bits of a result do not depend on the number of threads or on other rows in the batch."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_autocast(reduction: str) -> None:
 @each_reduction
 @pytest.mark.parametrize("autocast", [True, False])
 def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
-    """Small gradients are accurate if the loss is scaled as by `GradScaler`. Otherwise, they round to 0."""
+    """Small gradients are accurate if the loss is scaled. Without scaling, float16 would round them to 0."""
     rows, labels, scale = 64, 20_000, 2.0**12
     h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels have similar effects on h
     target = torch.randint(labels, (rows,))
@@ -343,7 +343,7 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
 @pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch keeps temporaries in addition to the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
-    """Both batch sizes need at most 64 MiB plus 10%. Without chunks, one would need four times the other."""
+    """Both batch sizes need at most 64 MiB plus 10%. Without chunks, memory would grow with the batch."""
     # Run in a new process, so that memory left in the heap by other tests is not counted.
     code = f"""
 import torch, torchlml

@@ -1,6 +1,6 @@
 """Long rows, which the compiled kernel processes in pieces.
 
-Results are bitwise identical for every number of threads, whether a row is alone or in a batch. They are as
+The bits of a result do not depend on the number of threads or on other rows in the batch. Results are as
 accurate as those for short rows.
 """
 

@@ -166,7 +166,7 @@ def test_masks_broadcast() -> None:
 @given(st.lists(st.floats(-6, 6), min_size=2, max_size=6), FRACTION)
 @settings(max_examples=25)
 def test_agrees_with_a_convex_solver(row: list[float], fraction: float) -> None:
-    # The definition (eq. 2 of the paper): minimize -x.y - H_b(y) over the y in (0, 1) that sum to k.
+    # By definition, y minimizes -x.y - H_b(y) over all y in (0, 1) that sum to k.
     x, k = np.array(row), max(fraction * len(row), 0.05)
 
     def objective(y: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""The subset loss -log P(labels ⊆ S), compared with sums over all sets, for every format of target."""
+"""The subset loss -log P(labels ⊆ S), compared with sums over all sets, for every target format."""
 
 from __future__ import annotations
 

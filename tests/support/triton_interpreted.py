@@ -170,7 +170,7 @@ def run_problems(problems: list[Problem], dense: bool = False) -> None:
 
 @each_variant
 def test_special_rows(force: Force, how: Plan | None) -> None:
-    """Test all special rows in one jagged batch, each with its own k."""
+    """Special rows, each with its own k, have the right results in one jagged batch."""
     force(how)
     rows = some(SPECIAL, how)
     x, offsets = packed([torch.tensor(row.x) for row in rows])
