@@ -1,4 +1,4 @@
-"""The losses compared with their definitions: sums over all subsets for the SVM losses, and loops for the others."""
+"""The losses match their definitions: sums over all subsets for the SVM losses, loops for the others."""
 
 from __future__ import annotations
 
