@@ -50,8 +50,8 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         *(f"{name}.png" for name in drawn - {"sliding-sigmoid"}),
     }
     for name in drawn - {"sliding-sigmoid"}:
-        # Figures are as wide as a page at 200 dots per inch, so that all text has the same size. Only the first
-        # figure in the documentation is narrower, so that it is readable on phones.
+        # Figures are as wide as a page at 200 dots per inch, so that all text has the same size. Only the
+        # first figure in the documentation is narrower, so that it is readable on phones.
         assert size(Path("pictures", f"{name}.png"))[0] == (920 if name == "projection" else 1400)
     with Image.open("pictures/sliding-sigmoid.gif") as animation:
         assert sum(1 for _ in ImageSequence.Iterator(animation)) >= 8
