@@ -58,6 +58,17 @@ def test_label_weights_are_differentiable(loss):
     assert torch.autograd.gradcheck(lambda x, c: loss(x, c, 3), (x, weights))
 
 
+@multi_label
+def test_label_weights_of_masked_entries_have_gradient_zero(loss):
+    x = logits(2, 5)
+    weights = torch.tensor([[1, 0.5, 0, 0, 0], [0, 0, 2, 0, 0]], dtype=torch.float64).requires_grad_()
+    mask = torch.tensor([True, True, True, True, False])
+    (found,) = torch.autograd.grad(loss(x, weights, 2, mask=mask), weights)
+    (without,) = torch.autograd.grad(loss(x[:, :4], weights[:, :4], 2), weights)
+    torch.testing.assert_close(found, without)
+    assert (without[:, 4] == 0).all()
+
+
 def test_k_is_differentiable():
     x = logits(4, 9)
     for k in (torch.tensor(2.5, dtype=torch.float64), torch.tensor([1.0, 2.5, 3, 6], dtype=torch.float64)):

@@ -133,8 +133,10 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
         log_y = log_y.gather(-1, labels.listed.clamp(min=0))
     is_label = labels.found
     if labels.weight is not None:
-        log_y, is_label = log_y * labels.weight, is_label & (labels.weight != 0)
-    return -labels.rows.sum(torch.where(is_label, log_y, 0))
+        is_label = is_label & (labels.weight != 0)
+    # Zeros replace the other entries before the product, because 0 times the -inf of a masked entry is NaN.
+    log_y = torch.where(is_label, log_y, 0)
+    return -labels.rows.sum(log_y if labels.weight is None else log_y * labels.weight)
 
 
 def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
