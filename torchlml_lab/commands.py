@@ -221,6 +221,11 @@ FIGURES = {
         "bench.alternatives:redraw",
         "other top-k operators: time and features",
     ),
+    "own-data": Command(
+        "figures.settings:OwnDataFigureSettings",
+        "bench.own_data:redraw",
+        "tagging with torchlml and other packages, from the benchmark",
+    ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",
         "bench.paper:timing_figure",

@@ -365,51 +365,66 @@ OWN = RESULTS / "own-data"
 OWN_METRICS = {"nDCG@5": "ndcg5", "P@1": "p1", "micro-F1": "micro_f1", "exact sets": "exact"}
 
 
-def own_data(data: str | None = None, samples: str | None = None) -> list[Row]:
-    """The rows with this data set and this number of samples. None matches every value."""
-    return [
-        row
-        for row in rows(OWN / "own-data.csv")
-        if data in (None, row["data"]) and samples in (None, row["samples"])
-    ]
+Place = tuple[str, str]  # the data set and the number of samples
 
 
-def differences(metric: str) -> dict[tuple[str, str], tuple[Row, Row]]:
-    """The rows of torchlml and of the best other method, for each data set and number of samples."""
+def own_data() -> dict[Place, dict[str, list[Row]]]:
+    """The runs of each method, by data set and number of samples. All have the same seeds."""
+    found: dict[Place, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows(OWN / "own-data.csv"):
+        found[row["data"], row["samples"]][row["method"]].append(row)
+    for methods in found.values():
+        for runs in methods.values():
+            assert [row["seed"] for row in runs] == ["0", "1", "2"]
+    return found
+
+
+def percent(runs: list[Row], metric: str) -> list[float]:
+    return [100 * float(row[metric]) for row in runs]
+
+
+def shown(values: list[float]) -> str:
+    return f"{mean(values):.1f}±{stdev(values):.1f}"
+
+
+def own_differences(metric: str) -> dict[Place, tuple[str, list[float]]]:
+    """The best other method by its mean, and torchlml minus this method for each seed."""
     found = {}
-    for data, samples in {(row["data"], row["samples"]) for row in own_data()}:
-        here = own_data(data, samples)
-        (own,) = (row for row in here if row["method"] == "torchlml")
-        others = [row for row in here if row["method"] != "torchlml"]
-        found[data, samples] = own, max(others, key=lambda row: float(row[metric]))
+    for place, methods in own_data().items():
+        values = {name: percent(runs, metric) for name, runs in methods.items()}
+        own = values.pop("torchlml")
+        best = max(values, key=lambda name: mean(values[name]))
+        found[place] = best, [a - b for a, b in zip(own, values[best], strict=True)]
     return found
 
 
 @pytest.mark.parametrize(("place", "metric"), list(enumerate(OWN_METRICS.values())))
 def test_own_data_and_the_best_other_method(place: int, metric: str) -> None:
     table = of_section(OWN / "README.md", "torchlml and the best other method", "data")[place]
-    found = differences(metric)
+    found = own_differences(metric)
     assert {(line[0], line[1]) for line in table.lines} == set(found)
     for data, samples, *cells in table.lines:
-        own, best = (100 * float(row[metric]) for row in found[data, samples])
-        (name,) = {found[data, samples][1]["method"]}
-        assert cells == [f"{own:.1f}", f"{best:.1f}", name, f"{own - best:+.1f}"]
+        best, values = found[data, samples]
+        runs = own_data()[data, samples]
+        both = [shown(percent(runs[name], metric)) for name in ("torchlml", best)]
+        assert cells == [*both, best, shown(values)]
 
 
 def test_own_data_of_all_methods() -> None:
-    found = of_section(OWN / "README.md", "All methods", "samples")
-    data = sorted({row["data"] for row in own_data()})
-    assert len(found) == len(data)
-    methods = {row["method"] for row in own_data()}
-    for name, table in zip(data, found, strict=True):
-        here = {(row["samples"], row["method"]): row for row in own_data(name)}
-        assert {(line[0], line[1]) for line in table.lines} == set(here)
-        assert len(here) == len(methods) * len({row["samples"] for row in own_data(name)})
-        for samples, method_, setting, *cells in table.lines:
-            row = here[samples, method_]
-            percent = [f"{100 * float(row[metric]):.1f}" for metric in OWN_METRICS.values()]
-            seconds = [f"{float(row['seconds']):.1f}", f"{float(row['predict_seconds']):.2f}"]
-            assert [setting, *cells] == [row["setting"], *percent, *seconds]
+    tables = of_section(OWN / "README.md", "All methods", "samples")
+    found = own_data()
+    data = sorted({name for name, _ in found})
+    assert len(tables) == len(data)
+    for name, table in zip(data, tables, strict=True):
+        sizes = {samples for one, samples in found if one == name}
+        assert {line[0] for line in table.lines} == sizes
+        assert len(table.lines) == len(sizes) * 9
+        for samples, method_, *cells in table.lines:
+            runs = found[name, samples][method_]
+            metrics = [shown(percent(runs, metric)) for metric in OWN_METRICS.values()]
+            seconds = f"{mean(float(row['seconds']) for row in runs):.1f}"
+            predicted = f"{mean(float(row['predict_seconds']) for row in runs):.2f}"
+            assert cells == [*metrics, seconds, predicted]
 
 
 def test_own_data_summary() -> None:
@@ -417,27 +432,33 @@ def test_own_data_summary() -> None:
     page = (OWN / "README.md").read_text(encoding="utf-8").replace("−", "-")
     counts, ranges = {}, {}
     for metric in OWN_METRICS.values():
-        found = [
-            100 * (float(own[metric]) - float(best[metric])) for own, best in differences(metric).values()
-        ]
-        counts[metric] = f"{sum(value >= 0 for value in found)} of {len(found)}"
-        ranges[metric] = f"{min(found):+.1f} to {max(found):+.1f} points"
+        means = [mean(values) for _, values in own_differences(metric).values()]
+        counts[metric] = f"{sum(value >= 0 for value in means)} of {len(means)}"
+        ranges[metric] = f"{min(means):+.1f} to {max(means):+.1f} points"
     for other in (
         page,
         *((RESULTS / name).read_text(encoding="utf-8") for name in ("README.md", "../README.md")),
     ):
         assert f"has the best nDCG@5 in {counts['ndcg5']} comparisons" in other
-    assert f"The difference from the best of them is {ranges['ndcg5']}." in page
-    assert f"the best micro-F1 in {counts['micro_f1']} comparisons ({ranges['micro_f1']})" in page
-    assert f"the most exact sets in {counts['exact']}." in page
-    assert f"**P@1.** The difference is {ranges['p1']}." in page
-    seconds = [float(row["seconds"]) for row in own_data() if row["method"] == "torchlml"]
+        assert f"the best micro-F1 in {counts['micro_f1']}" in other
+        assert f"the most exact sets in {counts['exact']}" in other
+    for title, metric in (
+        ("nDCG@5", "ndcg5"),
+        ("P@1", "p1"),
+        ("Micro-F1", "micro_f1"),
+        ("Exact sets", "exact"),
+    ):
+        assert f"**{title}.** The difference from the best other method is {ranges[metric]}." in page
+    seconds = [mean(float(row["seconds"]) for row in methods["torchlml"]) for methods in own_data().values()]
     assert f"Training takes {min(seconds):.1f}–{max(seconds):.1f} CPU seconds" in page
     for data, digits in (("corel5k", 1), ("delicious", 2)):
-        highest = max(100 * float(row["exact"]) for row in own_data(data))
-        assert f"{highest:.{digits}f}% of" in page
-    behind = {place for place, (own, best) in differences("exact").items() if own["exact"] < best["exact"]}
-    assert {data for data, _ in behind} == {"corel5k", "delicious"}
+        means = [
+            mean(percent(runs, "exact"))
+            for (name, _), methods in own_data().items()
+            for runs in methods.values()
+            if name == data
+        ]
+        assert f"{max(means):.{digits}f}% of" in page
 
 
 def test_own_data_targets() -> None:
@@ -446,10 +467,7 @@ def test_own_data_targets() -> None:
     slack = {"ndcg5": 0.2}
     for name, _, met, worst in table.lines:
         metric = OWN_METRICS[name]
-        found = {
-            place: 100 * (float(own[metric]) - float(best[metric]))
-            for place, (own, best) in differences(metric).items()
-        }
+        found = {place: mean(values) for place, (_, values) in own_differences(metric).items()}
         right = sum(value >= -slack.get(metric, 0) - 1e-9 for value in found.values())
         assert met == f"{right} of {len(found)}"
         (data, samples), least = min(found.items(), key=lambda one: one[1])

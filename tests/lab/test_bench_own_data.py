@@ -17,7 +17,7 @@ from tests.support.command_lines import rejected
 from tests.support.tagged_texts import tagged_texts
 from torchlml_lab import cli
 from torchlml_lab.bench import own_data
-from torchlml_lab.bench.own_data import METHODS, Method, Prediction, Problem
+from torchlml_lab.bench.own_data_methods import METHODS, Method, Prediction, Problem, best_threshold
 from torchlml_lab.data.labeled_rows import Columns, LabeledRows, label_matrix
 
 RESULTS = Path(__file__).parents[2] / "results" / "own-data"
@@ -32,6 +32,7 @@ def problem(count: int = 120) -> Problem:
         rows.take(np.arange(count)),
         rows.take(np.arange(count, 2 * count)),
         Columns(("text",), (), ("tags",), ";"),
+        seed=0,
     )
 
 
@@ -62,7 +63,7 @@ def test_metrics_match_their_definitions(monkeypatch):
     sets = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0]], dtype=bool)
     method = Method(lambda samples: Prediction(scores, sets, "default", 0.0), "sklearn")
     monkeypatch.setitem(METHODS, "fixed", method)
-    row = own_data._compared("four", "fixed", Problem(rows, rows, None))
+    row = own_data._compared("four", "fixed", Problem(rows, rows, None, seed=0))
     assert row.p1 == 0.5
     assert row.exact == 0.5
     assert row.micro_f1 == pytest.approx(2 * 4 / (5 + 6), abs=1e-5)
@@ -76,6 +77,21 @@ def test_metrics_match_their_definitions(monkeypatch):
         ]
     )
     assert row.ndcg5 == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_threshold_has_better_sets(seed):
+    random = np.random.default_rng(seed)
+    labels = random.random((20, 6)) < 0.3
+    scores = (labels + random.normal(size=labels.shape)).astype(np.float32).round(1)  # with ties
+
+    def quality(threshold):
+        sets = scores > threshold
+        f1 = 2 * (sets & labels).sum() / (sets.sum() + labels.sum())
+        return f1 + (sets == labels).all(axis=1).mean()
+
+    best = max(quality(threshold) for threshold in np.arange(-5, 5, 0.05))
+    assert quality(best_threshold(scores, labels)) == pytest.approx(best, abs=1e-12)
 
 
 @pytest.fixture
@@ -101,13 +117,16 @@ def test_finished_comparisons_are_not_repeated(data, tmp_path, monkeypatch, caps
 
     monkeypatch.setitem(METHODS, "counted", Method(counted, "sklearn"))
     words = ["bench", "own-data", "--data", str(data), "--csv", str(tmp_path / "rows.csv")]
-    words += ["--sets", "corel5k", "--methods", "counted", "LinearSVC", "--sizes"]
-    assert cli.main([*words, "30"]) == 0
-    assert cli.main([*words, "30", "40", "0", "500"]) == 0
-    assert calls == [30, 40, 60]  # 0 and 500 both select all 60 samples
+    words += ["--sets", "corel5k", "--methods", "counted", "LinearSVC"]
+    assert cli.main([*words, "--seeds", "0", "--sizes", "30"]) == 0
+    assert cli.main([*words, "--seeds", "0", "1", "--sizes", "30", "40", "0", "500"]) == 0
+    assert calls == [30, 40, 60, 30, 40, 60]  # 0 and 500 both select all 60 samples
     rows = own_data.TABLE.read(tmp_path / "rows.csv", "--csv")
-    assert [(row.samples, row.method) for row in rows] == [
-        (samples, method) for samples in (30, 40, 60) for method in ("LinearSVC", "counted")
+    assert [(row.samples, row.method, row.seed) for row in rows] == [
+        (samples, method, seed)
+        for samples in (30, 40, 60)
+        for method in ("LinearSVC", "counted")
+        for seed in (0, 1)
     ]
     assert "corel5k" in capsys.readouterr().out
 
@@ -129,6 +148,7 @@ def test_a_missing_package_is_reported(data, tmp_path, monkeypatch, capsys):
     [
         ("--sets yelp", "`--sets` must be one of bibtex, corel5k, delicious, goemotions"),
         ("--methods svm", "`--methods` must be one of torchlml, LinearSVC"),
+        ("--seeds -1", "`--seeds` must be finite and at least 0, but it is -1"),
         ("--sizes -1", "`--sizes` must be finite and at least 0, but it is -1"),
     ],
 )

@@ -1,32 +1,42 @@
-"""`torchlml bench own-data`: compare `torchlml train multilabel` with other packages for tagging."""
+"""`torchlml bench own-data`: compare `torchlml train multilabel` with other packages for tagging.
+
+The methods are in `own_data_methods.py`.
+"""
 
 import importlib.util
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import mean
 
 import numpy as np
-import numpy.typing as npt
-import torch
+from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
+from torchlml_lab.bench.own_data_methods import METHODS, Problem
 from torchlml_lab.bench.settings import OwnDataSettings, check_choices, check_numbers
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labeled_rows import Columns, LabeledRows, Matrix
-from torchlml_lab.engine.output import StudyTable, markdown_table, new_console, plain_table
-from torchlml_lab.files import check_file
+from torchlml_lab.engine.output import StudyTable, markdown_table, new_console, plain_table, spread
+from torchlml_lab.figures.settings import OwnDataFigureSettings
+from torchlml_lab.files import check_file, check_picture
 from torchlml_lab.multilabel import linear
-from torchlml_lab.multilabel.report import calibrate
-from torchlml_lab.multilabel.samples import Files, read_files, set_aside, split
+from torchlml_lab.multilabel.samples import Files, read_files
 from torchlml_lab.multilabel.settings import MultilabelSettings
-from torchlml_lab.multilabel.training import run as train
-
-Array = npt.NDArray[Any]
+from torchlml_lab.plots import (
+    BLUE,
+    DARK_ORANGE,
+    GREEN,
+    PAGE,
+    PURPLE,
+    SKY,
+    find_csv,
+    new_figure,
+    note,
+    write_tables,
+)
 
 SETS = {
     "bibtex": ("multilabel/bibtex.train.svm.gz", "multilabel/bibtex.test.svm.gz"),
@@ -35,19 +45,20 @@ SETS = {
     "goemotions": ("goemotions/train.csv.gz", "goemotions/test.csv.gz"),
 }
 LABELS = {"goemotions": ("emotions",)}
-STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+OWN = "torchlml"
 
 
 @dataclass(frozen=True)
 class OwnDataRecord:
-    """The results of one method on one data set with a given number of training samples."""
+    """The results of one method on one data set with a given number of training samples and a seed."""
 
     data: str
     samples: int
     """The number of training samples."""
     method: str
+    seed: int
     setting: str
-    """`default`, or the strength C that was selected on validation samples."""
+    """`default`, or the choices that were made on validation samples."""
     ndcg5: float
     p1: float
     micro_f1: float
@@ -56,30 +67,13 @@ class OwnDataRecord:
     predict_seconds: float
     """CPU seconds to predict the test samples."""
     seconds: float
-    """CPU seconds of training, including the selection of the strength C."""
+    """CPU seconds of training, including all choices on validation samples."""
 
 
-TABLE = StudyTable(OwnDataRecord, lambda row: (row.data, row.samples, row.method))
-
-
-class Problem(NamedTuple):
-    """The samples of a comparison. The first label columns of the test samples are those of training."""
-
-    training: LabeledRows
-    test: LabeledRows
-    columns: Columns | None
-
-
-class Prediction(NamedTuple):
-    """The output of a method on the test samples."""
-
-    scores: Array
-    """float32 (rows, labels): a higher score means a more likely label."""
-    sets: Array
-    """bool (rows, labels): the labels that the method predicts."""
-    setting: str
-    fitted: float
-    """The CPU time of the process at the end of training."""
+TABLE = StudyTable(OwnDataRecord, lambda row: (row.data, row.samples, row.method, row.seed))
+METRICS = {"ndcg5": "nDCG@5", "p1": "P@1", "micro_f1": "micro-F1", "exact": "exact sets"}
+TARGETS = {"ndcg5": 0.2, "micro_f1": 0.0, "exact": 0.0}
+"""The metrics with a target, and by how many points torchlml may be below the best other method."""
 
 
 def main(settings: OwnDataSettings) -> None:
@@ -87,6 +81,7 @@ def main(settings: OwnDataSettings) -> None:
     check_choices("--sets", settings.sets, SETS)
     check_choices("--methods", settings.methods, METHODS)
     check_numbers("--sizes", settings.sizes, 0)
+    check_numbers("--seeds", settings.seeds, 0)
     for method in settings.methods:
         package = METHODS[method].package
         if importlib.util.find_spec(package) is None:
@@ -112,23 +107,30 @@ def _missing(
     settings: OwnDataSettings, folder: Path, rows: Sequence[OwnDataRecord], console: Console
 ) -> Iterator[OwnDataRecord]:
     """Run the comparisons that `rows` does not contain yet, and yield their records."""
-    done = {(row.data, row.samples, row.method) for row in rows}
+    done = {(row.data, row.samples, row.method, row.seed) for row in rows}
     for name in settings.sets:
         train_file, test_file = (folder / part for part in SETS[name])
         files = read_files(MultilabelSettings(train=train_file, test=test_file, labels=LABELS.get(name, ())))
-        assert files.test is not None
-        for size in settings.sizes:
-            samples = min(size or len(files.train), len(files.train))
-            order = np.random.default_rng(settings.seed).permutation(len(files.train))
-            training = (
-                files.train if samples == len(files.train) else files.train.take(np.sort(order[:samples]))
-            )
-            problem = Problem(training, files.test, files.columns)
-            for method in settings.methods:
-                if (name, samples, method) not in done:
-                    done.add((name, samples, method))
-                    console.print(f"{name}, {samples} samples: {method}", highlight=False)
-                    yield _compared(name, method, problem)
+        for seed in settings.seeds:
+            for size in settings.sizes:
+                problem = _problem(files, size, seed)
+                for method in settings.methods:
+                    key = (name, len(problem.training), method, seed)
+                    if key not in done:
+                        done.add(key)
+                        said = "{}, {} samples: {}, seed {}".format(*key)
+                        console.print(said, highlight=False)
+                        yield _compared(name, method, problem)
+
+
+def _problem(files: Files, size: int, seed: int) -> Problem:
+    """Draw the training samples of a comparison; 0 or a size that is too large means all samples."""
+    assert files.test is not None
+    training = files.train
+    if 0 < size < len(training):
+        order = np.random.default_rng(seed).permutation(len(training))
+        training = training.take(np.sort(order[:size]))
+    return Problem(training, files.test, files.columns, seed)
 
 
 def _compared(name: str, method: str, problem: Problem) -> OwnDataRecord:
@@ -147,6 +149,7 @@ def _compared(name: str, method: str, problem: Problem) -> OwnDataRecord:
         data=name,
         samples=len(problem.training),
         method=method,
+        seed=problem.seed,
         setting=found.setting,
         ndcg5=round(linear.ndcg(np.nan_to_num(scores, neginf=-1e30), problem.test.labels), 5),
         p1=round(float(true[np.arange(len(true)), best].mean()), 5),
@@ -157,236 +160,78 @@ def _compared(name: str, method: str, problem: Problem) -> OwnDataRecord:
     )
 
 
-def _torchlml(problem: Problem) -> Prediction:
-    """Run `torchlml train multilabel` with default settings."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = MultilabelSettings(train=Path("samples"), out=Path(folder) / "run", cpu=True)
-        files = Files(problem.training, None, None, problem.columns, [])
-        trained, data = train(settings, new_console(quiet=True), lambda one: split(one, files))
-        temperature, decisions = calibrate(trained.for_validation(), data.validation)
-    trained = trained._replace(decisions=decisions, temperature=temperature)
-    end = time.process_time()
-    scores, sets = [], []
-    for logits, _ in trained.scores(trained.preparation.apply(problem.test).inputs):
-        values = trained.probabilities(logits)
-        scores.append(logits)
-        sets.append(decisions.decide(logits, values, trained.preparation.k, decisions.rule))
-    return Prediction(torch.cat(scores).numpy(), torch.cat(sets).numpy(), f"rule {decisions.rule}", end)
+Runs = dict[str, list[OwnDataRecord]]
+"""The runs of each method on one data set with one number of samples, in the order of their seeds."""
 
 
-class Solver(NamedTuple):
-    """A linear one-vs-rest method for given features."""
-
-    fit: Callable[[Matrix, Matrix, float], Any]
-    """Fits a model to inputs and labels with strength C."""
-    scores: Callable[[Any, Matrix], tuple[Array, Array]]
-    """Returns the scores and the label sets that a model predicts for inputs."""
-
-
-def _with(solver: Solver, strength: float | None) -> Callable[[Problem], Prediction]:
-    """Return the method with strength C. If it is None, choose from `STRENGTHS` on validation samples.
-
-    With a given strength, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other
-    features are not scaled. With tuning, texts become sublinear TF-IDF vectors of words and word pairs,
-    other samples are scaled to norm 1, and the method is fitted again on all samples after the choice.
-    """
-
-    def predict(problem: Problem) -> Prediction:
-        chosen = strength
-        prepare = _features(problem.training, tuned=strength is None)
-        if chosen is None:
-            training, validation = set_aside(problem.training)
-            x, held_out = prepare(training), prepare(validation)
-            chosen = max(
-                STRENGTHS,
-                key=lambda one: linear.ndcg(
-                    solver.scores(solver.fit(x, training.labels, one), held_out)[0], validation.labels
-                ),
-            )
-        model = solver.fit(prepare(problem.training), problem.training.labels, chosen)
-        end = time.process_time()
-        scores, sets = solver.scores(model, prepare(problem.test))
-        return Prediction(scores, sets, "default" if strength is not None else f"C = {chosen:g}", end)
-
-    return predict
+def grouped(rows: Sequence[OwnDataRecord]) -> dict[tuple[str, int], Runs]:
+    """Group the runs by data set and number of samples, and then by method."""
+    found: dict[tuple[str, int], Runs] = {}
+    for row in sorted(rows, key=TABLE.order):
+        found.setdefault((row.data, row.samples), {}).setdefault(row.method, []).append(row)
+    return found
 
 
-def _features(training: LabeledRows, tuned: bool) -> Callable[[LabeledRows], Matrix]:
-    from scipy import sparse
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.preprocessing import normalize
-
-    if training.texts is not None:
-        options = {"sublinear_tf": True, "ngram_range": (1, 2)} if tuned else {}
-        vectorizer = TfidfVectorizer(dtype=np.float32, **options).fit(training.texts)
-        return lambda rows: vectorizer.transform(rows.texts)
-    width = training.features.shape[1]
-
-    def prepare(rows: LabeledRows) -> Matrix:
-        known = sparse.csr_matrix(rows.features[:, :width])
-        known.resize((known.shape[0], width))
-        known.indices, known.indptr = known.indices.astype(np.int32), known.indptr.astype(np.int32)
-        return normalize(known) if tuned else known
-
-    return prepare
-
-
-def _one_vs_rest(model: Callable[[float], Any]) -> Solver:
-    """Use a scikit-learn classifier for each label, except for labels of all or no training samples."""
-
-    def fit(x: Matrix, labels: Matrix, strength: float) -> Any:
-        y = labels.toarray()
-        several = [j for j in range(y.shape[1]) if 0 < y[:, j].sum() < len(y)]
-        return y.all(axis=0), {j: model(strength).fit(x, y[:, j]) for j in several}
-
-    def scores(model: Any, x: Matrix) -> tuple[Array, Array]:
-        always, models = model
-        found = np.full((x.shape[0], len(always)), -1e9, dtype=np.float32)
-        found[:, always] = 1e9
-        for j, one in models.items():
-            found[:, j] = one.decision_function(x)
-        return found, found > 0
-
-    return Solver(fit, scores)
-
-
-def _linear_svc(strength: float) -> Any:
-    from sklearn.svm import LinearSVC
-
-    return LinearSVC(C=strength)
-
-
-def _logistic(strength: float) -> Any:
-    from sklearn.linear_model import LogisticRegression
-
-    return LogisticRegression(C=strength, solver="liblinear")
-
-
-def _fit_libmultilabel(x: Matrix, labels: Matrix, strength: float) -> Any:
-    from libmultilabel.linear import train_1vsrest
-    from scipy import sparse
-
-    return train_1vsrest(sparse.csr_matrix(labels), sparse.csr_matrix(x), False, f"-c {strength}", False)
-
-
-def _score_libmultilabel(model: Any, x: Matrix) -> tuple[Array, Array]:
-    found = np.asarray(model.predict_values(x), dtype=np.float32)
-    return np.maximum(found, -1e9), found > 0  # labels without samples have -inf
-
-
-def _fit_napkinxc(x: Matrix, labels: Matrix, strength: float) -> Any:
-    from napkinxc.models import PLT
-    from scipy import sparse
-
-    folder = tempfile.TemporaryDirectory()
-    model = PLT(folder.name, liblinear_c=strength, threads=1, seed=0)
-    lists = [part.tolist() for part in np.split(labels.indices, labels.indptr[1:-1])]
-    model.fit(sparse.csr_matrix(x), lists)
-    return folder, model, labels.shape[1]
-
-
-def _score_napkinxc(fitted: Any, x: Matrix) -> tuple[Array, Array]:
-    from scipy import sparse
-
-    _, model, labels = fitted
-    found = np.zeros((x.shape[0], labels), dtype=np.float32)
-    for row, pairs in enumerate(model.predict_proba(sparse.csr_matrix(x), top_k=min(50, labels))):
-        for label, probability in pairs:
-            found[row, int(label)] = probability
-    return found, found > 0.5
-
-
-class Method(NamedTuple):
-    """A method of the comparison, and the package that it needs."""
-
-    predict: Callable[[Problem], Prediction]
-    package: str
-
-
-_SVC, _LOGISTIC = _one_vs_rest(_linear_svc), _one_vs_rest(_logistic)
-_LIBMULTILABEL = Solver(_fit_libmultilabel, _score_libmultilabel)
-_NAPKINXC = Solver(_fit_napkinxc, _score_napkinxc)
-METHODS = {
-    "torchlml": Method(_torchlml, "torch"),
-    "LinearSVC": Method(_with(_SVC, 1.0), "sklearn"),
-    "LinearSVC, tuned": Method(_with(_SVC, None), "sklearn"),
-    "logistic": Method(_with(_LOGISTIC, 1.0), "sklearn"),
-    "logistic, tuned": Method(_with(_LOGISTIC, None), "sklearn"),
-    "LibMultiLabel": Method(_with(_LIBMULTILABEL, 1.0), "libmultilabel"),
-    "LibMultiLabel, tuned": Method(_with(_LIBMULTILABEL, None), "libmultilabel"),
-    "napkinXC": Method(_with(_NAPKINXC, 10.0), "napkinxc"),
-    "napkinXC, tuned": Method(_with(_NAPKINXC, None), "napkinxc"),
-}
+def _numbers(runs: Sequence[OwnDataRecord]) -> tuple[str, ...]:
+    """Format the means of the metrics and times of a method, with the standard deviations of the metrics."""
+    metrics = (spread([getattr(row, name) for row in runs], 1) for name in METRICS)
+    seconds = f"{mean(row.seconds for row in runs):.1f}"
+    return *metrics, seconds, f"{mean(row.predict_seconds for row in runs):.2f}"
 
 
 def table(rows: Sequence[OwnDataRecord]) -> Table:
     """Tabulate the results of all methods by data set and number of samples."""
-    heads = (
-        "data",
-        "samples",
-        "method",
-        "setting",
-        "nDCG@5",
-        "P@1",
-        "micro-F1",
-        "exact",
-        "train s",
-        "predict s",
-    )
-    shown = plain_table("Metrics on test samples in percent, and CPU time in seconds", heads, left=4)
-    for row in sorted(rows, key=TABLE.order):
-        percent = (f"{100 * value:.1f}" for value in (row.ndcg5, row.p1, row.micro_f1, row.exact))
-        seconds = f"{row.seconds:.1f}", f"{row.predict_seconds:.2f}"
-        shown.add_row(row.data, str(row.samples), row.method, row.setting, *percent, *seconds)
+    heads = ("data", "samples", "method", *METRICS.values(), "train s", "predict s")
+    shown = plain_table("Metrics on test samples in percent, and CPU time in seconds", heads, left=3)
+    for (data, samples), methods in grouped(rows).items():
+        for method, runs in methods.items():
+            shown.add_row(data, str(samples), method, *_numbers(runs))
     return shown
 
 
-METRICS = {"ndcg5": "nDCG@5", "p1": "P@1", "micro_f1": "micro-F1", "exact": "exact sets"}
+def best_other(methods: Runs, metric: str) -> str:
+    """Return the method of another package with the best mean."""
+    others = (name for name in methods if name != OWN)
+    return max(others, key=lambda name: mean(getattr(row, metric) for row in methods[name]))
+
+
+def differences(methods: Runs, metric: str) -> list[float]:
+    """Return the metric of torchlml minus that of the best other method, for each seed."""
+    pairs = zip(methods[OWN], methods[best_other(methods, metric)], strict=True)
+    return [getattr(own, metric) - getattr(other, metric) for own, other in pairs]
 
 
 def summary(rows: Sequence[OwnDataRecord], metric: str) -> str:
     """Format a Markdown table of torchlml and the best other method on each data set by one of `METRICS`."""
     lines = []
-    for data, samples in sorted({(row.data, row.samples) for row in rows}):
-        here = [row for row in rows if (row.data, row.samples) == (data, samples)]
-        own = [row for row in here if row.method == "torchlml"]
-        others = [row for row in here if row.method != "torchlml"]
-        if own and others:
-            best = max(others, key=lambda row: getattr(row, metric))
-            values = 100 * getattr(own[0], metric), 100 * getattr(best, metric)
-            cells = (f"{values[0]:.1f}", f"{values[1]:.1f}", best.method, f"{values[0] - values[1]:+.1f}")
-            lines.append((data, str(samples), *cells))
-    heads = ("data", "samples", "torchlml", "best other method", "its name", "difference")
+    for (data, samples), methods in grouped(rows).items():
+        best = best_other(methods, metric)
+        values = (spread([getattr(row, metric) for row in methods[name]], 1) for name in (OWN, best))
+        difference = spread(differences(methods, metric), 1)
+        lines.append((data, str(samples), *values, best, difference))
+    heads = ("data", "samples", OWN, "best other method", "its name", "difference")
     return markdown_table(f"{METRICS[metric]} on test samples, in percent:", heads, lines)
 
 
 def details(rows: Sequence[OwnDataRecord], data: str) -> str:
     """Format a Markdown table of all methods on one data set."""
-    heads = ("samples", "method", "setting", *METRICS.values(), "train s", "predict s")
-    lines = []
-    for row in sorted(rows, key=TABLE.order):
-        if row.data == data:
-            percent = (f"{100 * getattr(row, name):.1f}" for name in METRICS)
-            seconds = f"{row.seconds:.1f}", f"{row.predict_seconds:.2f}"
-            lines.append((str(row.samples), row.method, row.setting, *percent, *seconds))
+    heads = ("samples", "method", *METRICS.values(), "train s", "predict s")
+    lines = [
+        (str(samples), method, *_numbers(runs))
+        for (name, samples), methods in grouped(rows).items()
+        for method, runs in methods.items()
+        if name == data
+    ]
     return markdown_table(f"Metrics on {data} test samples in percent, CPU time in seconds:", heads, lines)
 
 
-TARGETS = {"ndcg5": 0.2, "micro_f1": 0.0, "exact": 0.0}
-"""The metrics with a target, and by how many points torchlml may be below the best other method."""
-
-
 def targets(rows: Sequence[OwnDataRecord]) -> str:
-    """Return a Markdown table of how often each target is met, and of the smallest difference."""
-    places = sorted({(row.data, row.samples) for row in rows})
+    """Format a Markdown table of how often each target is met, and of the smallest difference."""
     lines = []
     for metric, slack in TARGETS.items():
-        found = []
-        for place in places:
-            here = [row for row in rows if (row.data, row.samples) == place]
-            values = {row.method: 100 * getattr(row, metric) for row in here}
-            own = values.pop("torchlml")
-            found.append((own - max(values.values()), place))
+        found = [
+            (100 * mean(differences(methods, metric)), place) for place, methods in grouped(rows).items()
+        ]
         met = sum(value >= -slack - 1e-9 for value, _ in found)
         least, (data, samples) = min(found)
         wanted = "at least the best other method" + (f" minus {slack:g}" if slack else "")
@@ -394,3 +239,67 @@ def targets(rows: Sequence[OwnDataRecord]) -> str:
         lines.append(cells)
     heads = ("metric", "target", "met", "smallest difference")
     return markdown_table("Data sets and numbers of samples that meet each target:", heads, lines)
+
+
+STUDY = (Path("own-data.csv"), Path("results/own-data/own-data.csv"))
+_DRAWN = {
+    OWN: (BLUE, "P"),
+    "LinearSVC, tuned": (GREEN, "D"),
+    "logistic, tuned": (SKY, "^"),
+    "LibMultiLabel, tuned": (PURPLE, "s"),
+    "napkinXC, tuned": (DARK_ORANGE, "o"),
+}
+
+
+def redraw(settings: OwnDataFigureSettings) -> None:
+    """Draw the figure and write the tables from a CSV, and print their paths."""
+    check_picture(settings.out)
+    path = find_csv(settings.csv, STUDY, "torchlml bench own-data")
+    rows = TABLE.read(path, "--csv")
+    complete = {OWN, *_DRAWN}
+    if not rows or any(not complete <= methods.keys() for methods in grouped(rows).values()):
+        raise BadInput(f"`--csv` names `{path}`, which lacks results of {', '.join(_DRAWN)}.")
+    draw(rows, settings.out, [path])
+    parts = [targets(rows), *(summary(rows, metric) for metric in METRICS)]
+    parts += [details(rows, data) for data in sorted({row.data for row in rows})]
+    write_tables("\n\n".join(parts) + "\n", settings.out)
+
+
+def draw(rows: Sequence[OwnDataRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
+    """Draw nDCG@5 and micro-F1 against the number of training samples, with a column of panels per data set.
+
+    Args:
+        rows: The results of torchlml and of the tuned methods.
+        picture: The PNG or SVG file to write.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
+    """
+    names = sorted({row.data for row in rows})
+    with new_figure(picture, PAGE, 3.6, csv) as figure:
+        panels = figure.subplots(2, len(names), sharex="col", squeeze=False)
+        for column, name in zip(panels.T, names, strict=True):
+            for axes, metric in zip(column, ("ndcg5", "micro_f1"), strict=True):
+                _draw_panel(
+                    axes, {n: found for (data, n), found in grouped(rows).items() if data == name}, metric
+                )
+            column[0].set_title(name)
+            column[1].set_xlabel("training samples")
+        panels[0][0].set_ylabel("nDCG@5, percent")
+        panels[1][0].set_ylabel("micro-F1, percent")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), labelcolor="linecolor")
+        seeds = len({row.seed for row in rows})
+        note(figure, f"means and standard deviations over {seeds} seeds, test samples")
+
+
+def _draw_panel(axes: Axes, found: dict[int, Runs], metric: str) -> None:
+    sizes = sorted(found)
+    for method, (color, marker) in _DRAWN.items():
+        values = np.array([[100 * getattr(row, metric) for row in found[n][method]] for n in sizes])
+        deviation = values.std(axis=1, ddof=1) if values.shape[1] > 1 else None
+        axes.errorbar(
+            sizes, values.mean(axis=1), deviation, color=color, marker=marker, label=method, elinewidth=0.8
+        )
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=6.5)
+    axes.minorticks_off()
+    axes.grid(axis="y")

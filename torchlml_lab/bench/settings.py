@@ -333,6 +333,6 @@ class OwnDataSettings:
         "napkinXC",
         "napkinXC, tuned",
     )
-    """The methods to compare; tuned methods choose their regularization strength on validation samples."""
-    seed: int = 0
-    """The seed that selects the training samples."""
+    """The methods to compare; tuned methods choose C and a threshold on validation samples."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """The seeds; each one selects other training samples and initializes the network of torchlml."""

@@ -96,6 +96,13 @@ class AlternativesFigureSettings(CsvFigureSettings):
 
 
 @dataclass(frozen=True)
+class OwnDataFigureSettings(CsvFigureSettings):
+    """Draw the results of `torchlml bench own-data` against the number of samples, and write tables (.md)."""
+
+    out: Path = Path("torchlml-figures/own-data.png")
+
+
+@dataclass(frozen=True)
 class TimingFigureSettings(CsvFigureSettings):
     """Draw the times from `torchlml bench paper` against k, with one panel per row length."""
 

@@ -1,0 +1,237 @@
+"""The methods of `torchlml bench own-data`: torchlml and other packages for tagging."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchlml_lab.data.labeled_rows import Columns, LabeledRows, Matrix
+from torchlml_lab.engine.output import new_console
+from torchlml_lab.multilabel import linear
+from torchlml_lab.multilabel.report import calibrate
+from torchlml_lab.multilabel.samples import Files, set_aside, split
+from torchlml_lab.multilabel.settings import MultilabelSettings
+from torchlml_lab.multilabel.training import run as train
+
+Array = npt.NDArray[Any]
+
+CS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""The values of the regularization parameter C that tuned methods choose from."""
+
+
+class Problem(NamedTuple):
+    """The samples of a comparison. The first label columns of the test samples are those of training."""
+
+    training: LabeledRows
+    test: LabeledRows
+    columns: Columns | None
+    seed: int
+
+
+class Prediction(NamedTuple):
+    """The output of a method on the test samples."""
+
+    scores: Array
+    """float32 (rows, labels): a higher score means a more likely label."""
+    sets: Array
+    """bool (rows, labels): the labels that the method predicts."""
+    setting: str
+    fitted: float
+    """The CPU time of the process at the end of training."""
+
+
+def _torchlml(problem: Problem) -> Prediction:
+    """Run `torchlml train multilabel` with default settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = MultilabelSettings(
+            train=Path("samples"), out=Path(folder) / "run", cpu=True, seed=problem.seed
+        )
+        files = Files(problem.training, None, None, problem.columns, [])
+        trained, data = train(settings, new_console(quiet=True), lambda one: split(one, files))
+        temperature, decisions = calibrate(trained.for_validation(), data.validation)
+    trained = trained._replace(decisions=decisions, temperature=temperature)
+    end = time.process_time()
+    scores, sets = [], []
+    for logits, _ in trained.scores(trained.preparation.apply(problem.test).inputs):
+        values = trained.probabilities(logits)
+        scores.append(logits)
+        sets.append(decisions.decide(logits, values, trained.preparation.k, decisions.rule))
+    return Prediction(torch.cat(scores).numpy(), torch.cat(sets).numpy(), f"rule {decisions.rule}", end)
+
+
+class Solver(NamedTuple):
+    """A linear one-vs-rest method for given features."""
+
+    fit: Callable[[Matrix, Matrix, float], Any]
+    """Fits a model to inputs and labels, with regularization parameter C."""
+    scores: Callable[[Any, Matrix], Array]
+    """Returns the scores that a model gives to the labels of inputs."""
+    threshold: float
+    """By default, the labels with a higher score are predicted."""
+
+
+def _with(solver: Solver, c: float | None) -> Callable[[Problem], Prediction]:
+    """Return the method with regularization parameter `c`. If it is None, tune the method.
+
+    With a given `c`, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other
+    features are not scaled. With tuning, texts become sublinear TF-IDF vectors of words and word pairs, and
+    other samples are scaled to norm 1. The value from `CS` with the best nDCG@5 on validation samples is
+    used, and the best threshold on them. The method is then fitted again on all samples.
+    """
+
+    def tune(problem: Problem, prepare: Callable[[LabeledRows], Matrix]) -> tuple[float, float]:
+        training, validation = set_aside(problem.training)
+        x, held_out = prepare(training), prepare(validation)
+        found = {one: solver.scores(solver.fit(x, training.labels, one), held_out) for one in CS}
+        best = max(CS, key=lambda one: linear.ndcg(found[one], validation.labels))
+        return best, best_threshold(found[best], validation.labels.toarray().astype(bool))
+
+    def predict(problem: Problem) -> Prediction:
+        prepare = _features(problem.training, tuned=c is None)
+        if c is None:
+            chosen, threshold = tune(problem, prepare)
+            setting = f"C = {chosen:g}, threshold {threshold:.2g}"
+        else:
+            chosen, threshold, setting = c, solver.threshold, "default"
+        model = solver.fit(prepare(problem.training), problem.training.labels, chosen)
+        end = time.process_time()
+        scores = solver.scores(model, prepare(problem.test))
+        return Prediction(scores, scores > threshold, setting, end)
+
+    return predict
+
+
+def best_threshold(scores: Array, labels: Array) -> float:
+    """Return the threshold with the highest sum of micro-F1 and exact sets, as in torchlml's own rule.
+
+    >>> scores = np.array([[0.9, 0.2], [0.6, 0.4]])
+    >>> round(best_threshold(scores, np.array([[True, False], [True, False]])), 3)
+    0.5
+    """
+    values = np.unique(scores).astype(np.float64)
+    thresholds = np.concatenate([values[:1] - 1, values[:-1] / 2 + values[1:] / 2])
+
+    def at_most(numbers: Array) -> Array:
+        return np.searchsorted(np.sort(numbers, axis=None), thresholds, side="right")
+
+    right = labels.sum() - at_most(scores[labels])
+    f1 = 2 * right / (scores.size - at_most(scores) + labels.sum())
+    # A set is exact if the threshold is at least its highest false score and below its lowest true score.
+    lowest = np.where(labels, scores, np.inf).min(axis=1)
+    highest = np.where(labels, -np.inf, scores).max(axis=1)
+    possible = highest < lowest
+    exact = (at_most(highest[possible]) - at_most(lowest[possible])) / len(labels)
+    return float(thresholds[(f1 + exact).argmax()])
+
+
+def _features(training: LabeledRows, tuned: bool) -> Callable[[LabeledRows], Matrix]:
+    from scipy import sparse
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.preprocessing import normalize
+
+    if training.texts is not None:
+        options = {"sublinear_tf": True, "ngram_range": (1, 2)} if tuned else {}
+        vectorizer = TfidfVectorizer(dtype=np.float32, **options).fit(training.texts)
+        return lambda rows: vectorizer.transform(rows.texts)
+    width = training.features.shape[1]
+
+    def prepare(rows: LabeledRows) -> Matrix:
+        known = sparse.csr_matrix(rows.features[:, :width])
+        known.resize((known.shape[0], width))
+        known.indices, known.indptr = known.indices.astype(np.int32), known.indptr.astype(np.int32)
+        return normalize(known) if tuned else known
+
+    return prepare
+
+
+def _one_vs_rest(model: Callable[[float], Any]) -> Solver:
+    """Use a scikit-learn classifier for each label, except for labels of all or no training samples."""
+
+    def fit(x: Matrix, labels: Matrix, c: float) -> Any:
+        y = labels.toarray()
+        several = [j for j in range(y.shape[1]) if 0 < y[:, j].sum() < len(y)]
+        return y.all(axis=0), {j: model(c).fit(x, y[:, j]) for j in several}
+
+    def scores(model: Any, x: Matrix) -> Array:
+        always, models = model
+        found = np.full((x.shape[0], len(always)), -1e9, dtype=np.float32)
+        found[:, always] = 1e9
+        for j, one in models.items():
+            found[:, j] = one.decision_function(x)
+        return found
+
+    return Solver(fit, scores, threshold=0)
+
+
+def _linear_svc(c: float) -> Any:
+    from sklearn.svm import LinearSVC
+
+    return LinearSVC(C=c)
+
+
+def _logistic(c: float) -> Any:
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(C=c, solver="liblinear")
+
+
+def _fit_libmultilabel(x: Matrix, labels: Matrix, c: float) -> Any:
+    from libmultilabel.linear import train_1vsrest
+    from scipy import sparse
+
+    return train_1vsrest(sparse.csr_matrix(labels), sparse.csr_matrix(x), False, f"-c {c}", False)
+
+
+def _score_libmultilabel(model: Any, x: Matrix) -> Array:
+    found = np.asarray(model.predict_values(x), dtype=np.float32)
+    return np.maximum(found, -1e9)  # labels without samples have -inf
+
+
+def _fit_napkinxc(x: Matrix, labels: Matrix, c: float) -> Any:
+    from napkinxc.models import PLT
+    from scipy import sparse
+
+    folder = tempfile.TemporaryDirectory()
+    model = PLT(folder.name, liblinear_c=c, threads=1, seed=0)
+    lists = [part.tolist() for part in np.split(labels.indices, labels.indptr[1:-1])]
+    model.fit(sparse.csr_matrix(x), lists)
+    return folder, model, labels.shape[1]
+
+
+def _score_napkinxc(fitted: Any, x: Matrix) -> Array:
+    from scipy import sparse
+
+    _, model, labels = fitted
+    found = np.zeros((x.shape[0], labels), dtype=np.float32)
+    for row, pairs in enumerate(model.predict_proba(sparse.csr_matrix(x), top_k=min(50, labels))):
+        for label, probability in pairs:
+            found[row, int(label)] = probability
+    return found
+
+
+class Method(NamedTuple):
+    """A method of the comparison, and the package that it needs."""
+
+    predict: Callable[[Problem], Prediction]
+    package: str
+
+
+_SVC, _LOGISTIC = _one_vs_rest(_linear_svc), _one_vs_rest(_logistic)
+_LIBMULTILABEL = Solver(_fit_libmultilabel, _score_libmultilabel, threshold=0)
+_NAPKINXC = Solver(_fit_napkinxc, _score_napkinxc, threshold=0.5)
+METHODS = {
+    "torchlml": Method(_torchlml, "torch"),
+    "LinearSVC": Method(_with(_SVC, 1.0), "sklearn"),
+    "LinearSVC, tuned": Method(_with(_SVC, None), "sklearn"),
+    "logistic": Method(_with(_LOGISTIC, 1.0), "sklearn"),
+    "logistic, tuned": Method(_with(_LOGISTIC, None), "sklearn"),
+    "LibMultiLabel": Method(_with(_LIBMULTILABEL, 1.0), "libmultilabel"),
+    "LibMultiLabel, tuned": Method(_with(_LIBMULTILABEL, None), "libmultilabel"),
+    "napkinXC": Method(_with(_NAPKINXC, 10.0), "napkinxc"),
+    "napkinXC, tuned": Method(_with(_NAPKINXC, None), "napkinxc"),
+}
