@@ -130,7 +130,7 @@ def test_torch_too_old() -> None:
     result = run("import torch; torch.__version__ = '2.9.1+cpu'; import torchlml")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
-        "ImportError: torchlml needs torch 2.10 or newer, but this is torch 2.9.1+cpu; "
+        "ImportError: torchlml needs torch 2.10 or newer, but the installed version is 2.9.1+cpu; "
         "run `pip install --upgrade torch`."
     )
 

@@ -20,10 +20,10 @@ from urllib.request import url2pathname
 
 import torch
 
-OLDEST = (2, 10)  # the first torch whose stable ABI has everything the kernel uses
-_REASON = "_absent.txt"  # written by setup.py if it builds no kernel
+OLDEST = (2, 10)  # the first torch version whose stable ABI provides everything the kernel uses
+_REASON = "_absent.txt"  # written by setup.py if it does not build the kernel
 _library: ctypes.CDLL | None = None
-_absence = "it is not in this installation"
+_absence = "this installation does not include it"
 _warned = False
 
 
@@ -32,7 +32,7 @@ def check_torch(version: str) -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise _import_error(
-            f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, but this is torch {version}; "
+            f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, but the installed version is {version}; "
             "run `pip install --upgrade torch`."
         )
 
@@ -76,7 +76,7 @@ def load() -> None:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
         library.torchlml_instruction_set.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:  # a damaged file, or one for another platform or package
+    except (OSError, AttributeError) as error:  # the file is damaged or for another platform or package
         _absence = f"{path.name} does not load ({error})"
         if choice == "native":
             raise _import_error(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error
