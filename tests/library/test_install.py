@@ -252,7 +252,7 @@ def test_setuptools_too_old(checkout: Path, tmp_path: Path) -> None:
     result = build(checkout, "setup.py", "--name", PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
     assert result.stderr == (
-        "torchlml: building requires setuptools 77 or newer, but this is 69.5.1. "
+        "torchlml: building requires setuptools 77 or newer, but the installed version is 69.5.1. "
         "Run `pip install --upgrade setuptools`.\n"
     )
 

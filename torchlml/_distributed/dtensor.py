@@ -28,7 +28,7 @@ class Placed(NamedTuple):
     shape: torch.Size
 
     def local(self, t: Any) -> Any:
-        """Return the local part of an argument that broadcasts to `shape`; a plain tensor is local already."""
+        """Return the local part of an argument that broadcasts to `shape`, or a plain tensor unchanged."""
         if not isinstance(t, DTensor):
             return t
         places = []

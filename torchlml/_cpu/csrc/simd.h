@@ -1,6 +1,6 @@
-// Vectors of one instruction set: GCC/Clang vector extensions, with intrinsics only where compilers do not generate the
-// best instruction. Everything has internal linkage, because the same source is compiled once per instruction set and
-// the linker must never merge the copies.
+// Vectors for one instruction set, based on GCC/Clang vector extensions, with intrinsics only where compilers do not
+// generate the best instruction. Everything has internal linkage, because the same source is compiled once per
+// instruction set and the linker must never merge the copies.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct Lanes<float> {
   typedef float V __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef int32_t I __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef uint16_t H __attribute__((vector_size(LML_VECTOR_BYTES / 2)));  // the same lanes in 16 bits
-  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // and in 8 bits
+  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // the same lanes in 8 bits
 };
 template <>
 struct Lanes<double> {
@@ -253,7 +253,8 @@ LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
 #endif
 }
 
-// The sum over the lanes of each vector, in a fixed order: the steps of `transpose`, with an addition after each step.
+// Returns the sum over the lanes of each vector, in a fixed order. It follows the steps of `transpose` and adds after
+// each step.
 LML_INLINE vfloat sums_over_lanes(vfloat (&a)[lanes<float>]) {
 #if defined(__SSE2__)
   part_t b[lanes<float> / 4];
