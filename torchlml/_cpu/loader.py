@@ -1,9 +1,9 @@
 """Find and load the compiled kernel, if it is installed.
 
 `TORCHLML_KERNEL=torch` selects pure PyTorch, even on a GPU. `TORCHLML_KERNEL=native` requires the compiled
-kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default a
-kernel is used if it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` restricts the kernel to a lower
-x86-64 level than the processor has, for tests.
+kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default, a
+kernel is used if it is installed and can be loaded. `TORCHLML_ISA=baseline|v3|v4` restricts the kernel to a
+lower x86-64 level than the processor supports, for tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _warned = False
 
 
 def check_torch(version: str) -> None:
-    """Raise a clear error if torch is too old, before something else fails because of it."""
+    """Raise a clear error if torch is too old, before anything else fails because of it."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise _import_error(
@@ -49,7 +49,10 @@ def requested() -> str:
 
 
 def _import_error(message: str) -> ImportError:
-    """Return an error for `import torchlml` to raise; its `name` distinguishes it from a missing package."""
+    """Return an error for `import torchlml` to raise.
+
+    Its `name` attribute distinguishes it from the error for a missing package.
+    """
     return ImportError(message, name="torchlml")
 
 

@@ -86,7 +86,7 @@ class SolvedPart:
         return torch.where(self.live & ~self.solution.free.unsqueeze(-1), share.to(self.values.dtype), 0)
 
     def finish(self, dx: Tensor, dk: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Set dk to 0 in free rows and both gradients to NaN in undefined rows, and cast them."""
+        """Set dk to 0 in free rows and both gradients to NaN in undefined rows; cast both to their dtypes."""
         dk = torch.where(self.solution.free, 0, dk)
         return careful.finish(dx, dk, x, self.solution.nu, self.rows)
 

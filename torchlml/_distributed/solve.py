@@ -93,7 +93,7 @@ class Solution(NamedTuple):
 
 class _Survey(NamedTuple):
     ordinary: Tensor
-    special: Tensor  # nu of the rows that are not ordinary
+    special: Tensor  # nu for the rows that are not ordinary
     infinite: Tensor
     available: Tensor
     nearest: Tensor

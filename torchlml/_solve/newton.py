@@ -57,7 +57,7 @@ def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Ten
         rows: the division of `x` into rows.
 
     Returns:
-        nu as a (2, R) tensor (hi, lo), nu = hi + lo, in the dtype of `x`.
+        nu as a tensor (2, R) that contains (hi, lo), where nu = hi + lo, in the dtype of `x`.
     """
     half_gap, state = begin(x, k, m, ordinary, rows)
     unsynced = x.device.type != "cpu"
@@ -149,7 +149,7 @@ def _limit(number: int) -> Limit:
 def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     """Return (below, above): the saturation offsets for which the paper's interval provably contains nu.
 
-    Consider a row with m available entries, pi its entries in descending order, and any real 0 < k < m. Then
+    Consider a row with m available entries, which are pi in descending order, and a real 0 < k < m. Then
 
         -pi_{ceil k} - below  <=  nu  <=  -pi_{floor k + 1} + above.
 

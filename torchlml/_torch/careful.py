@@ -66,7 +66,7 @@ def log_backward(
     total_a = rows.sum(a)
     share, slope = shares_of_slope(values, nu, live, rows)
     dx = torch.where(live, a - share * rows.broadcast(total_a.to(a.dtype)), 0)
-    # If k < p, log y = log(k/p) at each +inf entry, and its derivative in k is 1/k = 1 / (p * y).
+    # If k < p, log y = log(k/p) at each +inf entry. Its derivative with respect to k is 1/k = 1 / (p * y).
     tied = (values == torch.inf) & (log_y < 0) & log_y.isfinite() & rows.broadcast(nu[0].isinf())
     tied_dk = rows.sum(torch.where(tied, g * torch.exp(-log_y.to(g.dtype)), 0)) / rows.sum(tied).clamp(min=1)
     dk = torch.where(nu[0].isinf(), tied_dk, torch.where(total_a == 0, 0, total_a / slope))
@@ -107,7 +107,7 @@ def sigmoid(z: Tensor) -> Tensor:
 
 
 def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
-    """Compute nu for prepared rows: by `solver` for ordinary rows; infinite or NaN for all other rows."""
+    """Compute nu for prepared rows. `solver` handles ordinary rows; all others get an infinite nu or NaN."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
     undefined = (rows.sum(x.isnan()) > 0) | k.isnan()

@@ -194,7 +194,7 @@ def _values(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _needs_careful(x: Tensor, offsets: Tensor | None) -> bool:
-    """Whether to use the careful operators: if x is empty, or to avoid (further) synchronization on a GPU."""
+    """Whether to use the careful operators: if x is empty or, on a GPU, for ragged rows or in a capture."""
     if on_host(x):
         return x.numel() == 0
     capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -309,7 +309,7 @@ def loss_backward(
     dx = torch.where(live, share * rows.broadcast(change.to(share.dtype)), 0)
     own = own * (grad if grad.dim() == 0 else at.rows.broadcast(grad))
     dx = dx - own if at.place is None else dx.scatter_add(-1, at.place, -own)
-    # If k < p, log y = log(k/p) at each +inf entry, and its derivative in k is 1/k.
+    # If k < p, log y = log(k/p) at each +inf entry. Its derivative with respect to k is 1/k.
     tied = at.rows.sum(torch.where(at.entries == torch.inf, at.c, 0))
     follows_k = (nu[0] == -torch.inf) & (k > 0) & (k < rows.sum(values == torch.inf)) & (tied != 0)
     dk = torch.where(nu[0].isinf() | (change == 0), 0, -change / slope)

@@ -33,7 +33,7 @@ _ENTRIES = 40
 # In the kernels, positions in a row are int32, including positions up to one block past its end.
 _LONGEST_ROW = 2**31 - 2**15
 
-# The functions that are called on a GPU, by the name of the operator, for operators with a Triton kernel.
+# For each operator with a Triton kernel, the function that is called on a GPU, by operator name.
 OPERATORS: dict[str, Operator] = {}
 _plain: dict[str, Operator] = {}  # the same operators in pure PyTorch
 _results: dict[_Key, bool] = {}
@@ -41,7 +41,7 @@ _skipped = False
 
 
 def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
-    """Return a function for the operator `name` that uses the Triton kernel if possible, and else `plain`."""
+    """Return a function that calls the Triton kernel `name` if possible, and otherwise calls `plain`."""
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]

@@ -82,7 +82,7 @@ struct BackwardArgs {
   bool bounded = false;  // if true, a row with nu = 0 is free: k does not constrain it
 };
 
-// The optimal value of the projection problem, one value per row.
+// The optimal value of the projection problem for each row.
 struct ValueArgs {
   ForwardArgs solve;  // with Output::none
   double* value;
@@ -216,8 +216,8 @@ extern const Kernels kernels_v4;
 int processor_level();  // 4, 3, or 1 for the baseline
 #endif
 
-// careful.cpp and careful_constrained.cpp: slow but simple solvers in double precision, for rows that the fast solvers
-// cannot certify. A threshold is nu = -center + delta.
+// careful.cpp and careful_constrained.cpp contain slow but simple solvers in double precision, for rows that the fast
+// solvers cannot certify. A threshold is nu = -center + delta.
 struct Threshold {
   double center, delta;
 };

@@ -421,7 +421,7 @@ class LaneSolver {
     const vfloat odds = e_[j] * odds_, r = reciprocal(1.0f + odds), t = odds * r;
     const ifloat over = greater(odds, 1.0f);
     // The smaller of t and 1 - t has full relative accuracy. Computing the larger from it preserves the order of the
-    // entries, which computing it as odds * r near 1 would not.
+    // entries, whereas odds * r does not preserve the order near 1.
     const vfloat small = select<float>(over, r, 1.0f - t), large = select<float>(over, 1.0f - r, t);
     const vfloat y = vmin(flips ? select<float>(flip_, small, large) : large, splat(1.0f));
     return gaps ? keep<float>(available(x_[j]), y) : y;

@@ -108,7 +108,7 @@ LML_INLINE vdouble vmin(vdouble a, vdouble b) {
 LML_INLINE vfloat vabs(vfloat a) { return cast_bits<vfloat>(cast_bits<ifloat>(a) & 0x7fffffff); }
 LML_INLINE vdouble vabs(vdouble a) { return cast_bits<vdouble>(cast_bits<idouble>(a) & 0x7fffffffffffffffLL); }
 
-// a > b as a lane mask. (`>` and `?:` on 64-bit lanes break GCC 12 without SSE4.1.)
+// Returns a > b as a lane mask. (`>` and `?:` on 64-bit lanes break GCC 12 without SSE4.1.)
 LML_INLINE ifloat greater(vfloat a, vfloat b) { return a > b; }
 LML_INLINE idouble greater(vdouble a, vdouble b) {
 #if defined(__SSE2__) && !defined(__AVX2__)
@@ -120,7 +120,7 @@ LML_INLINE idouble greater(vdouble a, vdouble b) {
 LML_INLINE ifloat greater(vfloat a, float b) { return greater(a, splat(b)); }
 LML_INLINE idouble greater(vdouble a, double b) { return greater(a, splat(b)); }
 
-// a where the mask is set, otherwise b.
+// Returns a where the mask is set, and b otherwise.
 template <class T>
 LML_INLINE Vec<T> select(Mask<T> mask, Vec<T> a, Vec<T> b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -134,13 +134,13 @@ LML_INLINE Vec<T> select(Mask<T> mask, Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// a where the mask is set, otherwise 0.
+// Returns a where the mask is set, and 0 otherwise.
 template <class T>
 LML_INLINE Vec<T> keep(Mask<T> mask, Vec<T> a) {
   return cast_bits<Vec<T>>(mask & cast_bits<Mask<T>>(a));
 }
 
-// a, negated where the mask is set.
+// Returns a, negated where the mask is set.
 template <class T>
 LML_INLINE Vec<T> negate_where(Mask<T> mask, Vec<T> a) {
   constexpr auto sign = sizeof(T) == 4 ? int64_t{INT32_MIN} : INT64_MIN;
@@ -163,7 +163,7 @@ LML_INLINE bool any(Mask<T> mask) {
 #endif
 }
 
-// True in the first `count` lanes.
+// Returns a mask that is true in the first `count` lanes.
 template <class T>
 LML_INLINE Mask<T> first_lanes(int64_t count) {
   Vec<T> index;
