@@ -2,8 +2,8 @@
 # compiler.
 PYTHON ?= python3
 VENV ?= .venv
-# Two processes with one thread each, because most tests are small and more threads than cores slow each other
-# down.
+# Two processes with one thread each, because most tests are small and because more threads than cores would slow each
+# other down.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 ifeq ($(OS),Windows_NT)
@@ -37,7 +37,7 @@ test: $(STAMP)  ## run the linters, the type checker and all tests
 all-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-torch: $(STAMP)  ## run all tests with the pure PyTorch kernel
+test-torch: $(STAMP)  ## run all tests with pure PyTorch instead of the compiled kernel
 	OMP_NUM_THREADS=1 TORCHLML_KERNEL=torch $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 quick: $(STAMP)  ## run the linters, the type checker and the most important tests in under a minute
@@ -46,7 +46,7 @@ quick: $(STAMP)  ## run the linters, the type checker and the most important tes
 quick-tests: $(STAMP)
 	$(BIN)/python -m pytest -q $(QUICK)
 
-lint: $(STAMP)  ## run ruff, mypy and clang-format, and check the schema of the workflows
+lint: $(STAMP)  ## run ruff, mypy and clang-format, and check the workflows against their schema
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -58,10 +58,10 @@ format: $(STAMP)  ## fix and format the code with ruff and clang-format
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 
-bench: $(STAMP)  ## compare the speed of lml with softmax and append the times to results/benchmarks.csv
+bench: $(STAMP)  ## compare the speed of lml with that of softmax and append the times to results/benchmarks.csv
 	$(BIN)/torchlml bench layer --csv results/benchmarks.csv
 
-# Draws only from the CSV files in results/, which `make bench` and the commands in docs/benchmarks.md extend.
+# Uses only the CSV files in results/, to which `make bench` and the commands in docs/benchmarks.md append.
 FIGURE := $(BIN)/torchlml figures
 pictures: $(STAMP)  ## redraw all pictures in the documentation from the data in results/
 	for name in entropies polytopes projection root-finding sets which-relaxation; do \
@@ -86,7 +86,7 @@ asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
 	$(BIN)/python tools/sanitize.py
 
 SECONDS ?= 60
-fuzz: $(STAMP)  ## compare the kernel with a float64 reference on random rows, for SECONDS=60
+fuzz: $(STAMP)  ## compare the kernel with a float64 reference on random rows for SECONDS seconds (default 60)
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
 
 fuzz-avx512: $(STAMP)  ## like fuzz, but for the AVX-512 kernel, emulated on a processor that has only AVX2
@@ -109,13 +109,13 @@ sdist: $(STAMP)  ## build the source distribution into dist/
 	$(BIN)/python setup.py -q sdist
 
 ENVIRONMENTS ?= build/environments
-test-wheel: wheel sdist  ## audit the wheel and the sdist and test them in clean environments (kept in ENVIRONMENTS)
+test-wheel: wheel sdist  ## audit the wheel, and test the wheel and the sdist in clean environments (kept in ENVIRONMENTS)
 	$(BIN)/python tools/test_wheel.py dist --environments $(ENVIRONMENTS)
 
 cross:  ## check the kernels with other compilers and on other processors against a float64 reference
 	$(PYTHON) tools/cross.py
 
-docs: $(STAMP)  ## build the site into site/; warnings are errors
+docs: $(STAMP)  ## build the site into site/, treating warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(STAMP)  ## build and serve the site, with live reload

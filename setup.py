@@ -21,10 +21,10 @@ from pathlib import Path
 
 import setuptools
 
-if int(setuptools.__version__.partition(".")[0]) < 77:  # older versions cannot read pyproject.toml either
+if int(setuptools.__version__.partition(".")[0]) < 77:  # older versions cannot read this pyproject.toml
     raise SystemExit(
-        f"torchlml: building requires setuptools 77 or newer, but this is {setuptools.__version__}. "
-        "Run `pip install --upgrade setuptools`."
+        "torchlml: building requires setuptools 77 or newer, but the installed version is "
+        f"{setuptools.__version__}. Run `pip install --upgrade setuptools`."
     )
 
 from setuptools import Extension, setup
@@ -33,7 +33,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("torchlml/_cpu/csrc")
 REASON = "_absent.txt"  # next to the kernel; loader.py reads it
-OLDEST = (2, 10)  # the first torch whose stable ABI has all functions that bindings.cpp uses
+OLDEST = (2, 10)  # the first torch version whose stable ABI has all functions that bindings.cpp uses
 TARGET = f"0x{OLDEST[0]:02X}{OLDEST[1]:02X}000000000000"
 HEADER = "include/torch/csrc/stable/library.h"
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -54,12 +54,12 @@ UNIX_FLAGS += ["-Wno-unknown-warning-option"]  # Clang does not know all of thes
 TOO_NEW = ["exp", "log"]
 TOO_NEW += ["_ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
 TOO_NEW += ["_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
-# On Windows the compiler is clang-cl, because the kernels use vector extensions of Clang and GCC that MSVC
+# On Windows, the compiler is clang-cl, because the kernels use vector extensions of Clang and GCC that MSVC
 # lacks. It accepts the options of cl, and those of Clang with the prefix /clang:.
 #   /O2    optimize for speed; the kernels are vectorized by hand, so -O3 would add little
 #   /EHsc  enable C++ exceptions
 #   /MD    use the C++ runtime DLL that torch uses
-#   /W0    no warnings: Clang for Windows warns about code for other platforms
+#   /W0    disable warnings, because Clang for Windows warns about code for other platforms
 # OpenMP is not used: threads come from torch.
 WINDOWS_FLAGS = ["/std:c++17", "/O2", "/EHsc", "/MD", "/W0", *(f"/clang:{flag}" for flag in ARITHMETIC)]
 
@@ -94,7 +94,7 @@ def site_folders() -> Iterator[Path]:
 
 
 def torch_version(torch: Path) -> str | None:
-    """Return the version of the torch in this directory without importing it, or None if there is none."""
+    """Return the version of torch in this directory without importing it, or None if torch is not there."""
     try:
         text = (torch / "version.py").read_text(encoding="utf-8")
     except OSError:
@@ -121,7 +121,7 @@ def torch_home() -> Path:
 
 
 class BuildKernel(build_ext):
-    """Build one object per instruction set from the same source; a failed build is not an error."""
+    """The build of the kernel, with one object per instruction set; a failed build is not an error."""
 
     def run(self) -> None:
         # Compute the path now, because a failed in-place build clears it.
@@ -139,7 +139,7 @@ class BuildKernel(build_ext):
                 f"torchlml: installing without the compiled kernel (pure PyTorch will be used): {why}",
                 file=sys.stderr,
             )
-            built.unlink(missing_ok=True)  # a kernel of an earlier build would not match this source
+            built.unlink(missing_ok=True)  # a kernel from an earlier build would not match this source
             reason.parent.mkdir(parents=True, exist_ok=True)
             reason.write_text(why + "\n", encoding="utf-8")
             self.extensions = []
@@ -191,14 +191,14 @@ class BuildKernel(build_ext):
 
 
 def use_clang_cl(compiler: object) -> None:
-    """Make setuptools' Windows compiler call clang-cl with the linker and headers it found for cl."""
+    """Make setuptools' Windows compiler call clang-cl with the linker and headers that it found for cl."""
     if not compiler.initialized:
         compiler.initialize()
     found = shutil.which("clang-cl", path=os.pathsep.join([compiler._paths, os.environ.get("PATH", "")]))
     if found is None:
         raise NoKernel(
-            "on Windows it requires clang-cl (listed as `C++ Clang tools for Windows` in the Visual Studio "
-            "Installer), which was not on PATH"
+            "clang-cl (listed as `C++ Clang tools for Windows` in the Visual Studio Installer), which builds "
+            "on Windows require, was not on PATH"
         )
     compiler.cc, compiler.compile_options = found, ["/nologo", "/DNDEBUG"]
 
@@ -216,7 +216,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Wheel(bdist_wheel):
-    """Name the wheel only after the build, because the name shows whether the wheel contains a kernel."""
+    """A wheel that is named only after the build, because its name shows whether it contains a kernel."""
 
     def run_command(self, command: str) -> None:
         super().run_command(command)

@@ -1,8 +1,8 @@
 """Train a classifier whose last layer is sharded by labels across processes.
 
-Run it with `torchrun --nproc-per-node 2 examples/sharded_labels.py`. After the initialization, no process
-holds the whole last layer, and none ever holds the logits of all labels. The data set is synthetic: the
-samples of a label are random points around its center. Recall@k is measured.
+Run it with `torchrun --nproc-per-node 2 examples/sharded_labels.py`. After initialization, no process holds
+the whole last layer, and no process ever holds the logits of all labels. The data set is synthetic: the
+samples of a label are random points around its center. The program prints the recall@k.
 """
 
 import torch
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
 
 def main() -> None:
-    """Train, and print the recall of the k predictions."""
+    """Train the classifier, and print its loss and recall@k."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("labels",))
     torch.manual_seed(0)  # the same first layer and the same batches on every process

@@ -2,8 +2,8 @@
 
     python -I tools/check_install.py
 
-Run it with the Python interpreter of the environment. `-I` prevents an import from the source tree. The
-reference is a bisection in float64 that uses no library code.
+Run it with the Python interpreter of the environment to test. `-I` prevents an import from the source tree.
+The reference is a bisection in float64 that uses no library code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torc
 
 
 def threshold(x: torch.Tensor, k: float) -> torch.Tensor:
-    """Find the nu of each row of float64 `x` with sum sigmoid(x + nu) = k, by bisection."""
+    """Find the nu with sum(sigmoid(x + nu)) = k for each row of the float64 tensor `x`, by bisection."""
     low, high = -x.amax(1) - 50, -x.amin(1) + 50
     for _ in range(200):
         middle = (low + high) / 2
@@ -32,7 +32,7 @@ def threshold(x: torch.Tensor, k: float) -> torch.Tensor:
 
 
 def gradient(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """Return dL/dx for g = dL/dy, which is w (g - mean of g weighted by w) with w = y (1 - y)."""
+    """Return dL/dx for g = dL/dy: w * (g - mean of g weighted by w), where w = y * (1 - y)."""
     w = y * (1 - y)
     return w * (g - (w * g).sum(1, keepdim=True) / w.sum(1, keepdim=True))
 
@@ -65,7 +65,7 @@ def differences(dtype: torch.dtype, n: int, k: float) -> dict[str, float]:
 
 
 def check_numbers() -> int:
-    """Compare the results in every dtype with the reference, and return the number of rows."""
+    """Compare the results in every dtype with the reference, and return the number of rows compared."""
     for dtype, limit in LIMITS.items():
         for n in SIZES:
             for k in KS:
@@ -86,7 +86,7 @@ def main() -> None:
     """Run every check, and exit with a message at the first failure."""
     home = Path(torchlml.__file__).parent
     if home.parent != Path(sysconfig.get_path("platlib")):
-        raise SystemExit(f"torchlml must be imported from the installation, but it is from {home}.")
+        raise SystemExit(f"torchlml must be imported from the installation, but it came from {home}.")
     line = kernel_line()
     if "C++ (" not in line:
         raise SystemExit(f"`torchlml info` does not name the compiled kernel: {line}")

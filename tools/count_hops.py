@@ -3,8 +3,8 @@
     python tools/count_hops.py            # the table for all calls
     python tools/count_hops.py --trace    # with the functions in call order
 
-Only Python functions of torchlml are counted, or those of torchlml_lab for `torchlml train multilabel`, each
-once per call. Comprehensions are not counted, nor is the code of modules and classes that runs on import.
+Each Python function in torchlml (in torchlml_lab for `torchlml train multilabel`) is counted once per call.
+Comprehensions are not counted, nor is the code of modules and classes that runs on import.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Hop = tuple[str, str]  # the file and the function
 
 
 def hops(call: Callable[[], Any], package: str = "torchlml") -> list[Hop]:
-    """Return the distinct functions of a package that a call enters, in call order, with warm caches."""
+    """Return the distinct functions in a package that a call enters, in call order, with warm caches."""
     found: dict[Hop, None] = {}
     library = str(ROOT / package)
 
@@ -113,7 +113,7 @@ def training_calls(folder: Path) -> dict[str, Callable[[], Any]]:
 
 
 def report(name: str, found: list[Hop], trace: bool) -> None:
-    """Print the number of functions and files of a call, and on request the functions."""
+    """Print how many functions and files a call passes through and, if `trace` is True, the functions."""
     print(f"{name}: {len(found)} functions in {len({file for file, _ in found})} files")
     if trace:
         print("".join(f"    {file}: {function}\n" for file, function in found), end="")

@@ -3,7 +3,7 @@
     python tools/cross.py [NAME ...]
 
 The compiled program compares the results with a float64 reference. It does not need torch, so an emulator can
-run it. If the compiler or emulator of a target is not installed, the target is skipped, and the tool prints
+run it. If the compiler or emulator for a target is not installed, the target is skipped, and the tool prints
 the names of the missing Debian packages.
 """
 
@@ -45,8 +45,8 @@ TARGETS = {
         "g++-aarch64-linux-gnu qemu-user",
         ("-static",),
     ),
-    # Only the baseline, because GCC for Windows does not align the stack for vectors of 32 bytes (bug 54412).
-    # setup.py uses Clang on Windows, which does.
+    # Only the baseline, because GCC for Windows does not align the stack for 32-byte vectors (bug 54412).
+    # Clang, which setup.py uses on Windows, does.
     "windows": Target(
         ("x86_64-w64-mingw32-g++-posix", "x86_64-w64-mingw32-g++"),
         ("wine64", "wine"),
@@ -58,7 +58,7 @@ TARGETS = {
 
 
 def main() -> int:
-    """Run the given targets, or all targets. Return 1 if one does not compile or has wrong results."""
+    """Run the given targets, or all targets. Return 1 if one does not compile or gives wrong results."""
     names = sys.argv[1:] or list(TARGETS)
     unknown = [name for name in names if name not in TARGETS]
     if unknown:

@@ -112,11 +112,11 @@ struct Truth {
       }
       y[i] = sigmoid(x[i] + nu);
       log_y[i] = -(x[i] + nu > 0 ? std::log1p(std::exp(-x[i] - nu)) : std::log1p(std::exp(x[i] + nu)) - x[i] - nu);
-      w[i] = y[i] * sigmoid(-x[i] - nu);  // 1 - y would lose all digits if y is near 1
+      w[i] = y[i] * sigmoid(-x[i] - nu);  // 1 - y[i] would lose all digits if y[i] is near 1
       sum_w += w[i];
     }
   }
-  // The gradient of sum g y.
+  // The gradient of sum(g * y).
   Numbers gradient(const double* g) const {
     double mean = 0;
     for (size_t i = 0; i < y.size(); ++i) mean += w[i] * g[i] / sum_w;

@@ -19,7 +19,7 @@ OF_NVIDIA = re.compile(r"cu[A-Z]|cu(da|fft|rand|blas|sparse|solver|dnn|pti)|__cu
 
 
 def add_stand_ins(folder: Path) -> list[str]:
-    """Write the missing libraries into torch's library directory, and return their names."""
+    """Write stand-ins for the missing libraries into torch's library directory, and return their names."""
     present = [path for path in folder.iterdir() if ".so" in path.name]
     needed = {name for path in present for name in _needed(path)}
     missing = sorted(name for name in needed if not SYSTEM.match(name) and not (folder / name).exists())
@@ -31,7 +31,7 @@ def add_stand_ins(folder: Path) -> list[str]:
     for version in wanted:
         versions[next((name for name in missing if version.lower() in name.lower()), "")].add(version)
     for name in missing:
-        # Symbols without a version may be in any library, so the first one defines all of them.
+        # Symbols without a version may be in any library, so the first stand-in defines all of them.
         extra = {s for s in loose - defined if OF_NVIDIA.match(s)} if name == missing[0] else set()
         _compile(folder / name, {version: wanted[version] for version in versions[name]}, extra)
     return missing

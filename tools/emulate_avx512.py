@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def build() -> None:
-    """Compile the kernels and copy the library, and check that it uses the emulated instructions."""
+    """Compile the kernels, copy the library, and check that it uses the emulated instructions."""
     print("Compiling the AVX-512 kernels for AVX2 (about two minutes unless the build is up to date) ...")
     setup = [
         sys.executable,

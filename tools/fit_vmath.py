@@ -1,4 +1,4 @@
-"""Fit the polynomials of csrc/vmath.h, and compare every coefficient with the file.
+"""Fit the polynomials in csrc/vmath.h, and compare every coefficient with the file.
 
     python tools/fit_vmath.py
 
@@ -22,7 +22,7 @@ VMATH = Path(__file__).resolve().parents[1] / "torchlml" / "_cpu" / "csrc" / "vm
 
 
 class Polynomial(NamedTuple):
-    """One polynomial of vmath.h: function, interval, number of coefficients, and number of digits."""
+    """One polynomial in vmath.h: function, interval, number of coefficients, and number of digits."""
 
     name: str
     function: Callable[[Any], Any]
@@ -33,13 +33,13 @@ class Polynomial(NamedTuple):
 
 
 def atanh_series(q: Any) -> Any:
-    """Return 2 atanh(s) / s for q = s * s. log(1 + t) is s times this, with s = t / (2 + t)."""
+    """Return 2 * atanh(s) / s for q = s * s. With s = t / (2 + t), log(1 + t) is s times this value."""
     s = mpmath.sqrt(q)
     return 2 * mpmath.atanh(s) / s if q > 0 else mpmath.mpf(2)
 
 
 def polynomials() -> list[Polynomial]:
-    """Return all polynomials, in the order of vmath.h."""
+    """Return all polynomials, in the same order as in vmath.h."""
     half = mpmath.log(2) / 2  # exp: the largest distance to the nearest multiple of log 2
     exponents, squares = (-half, half), (mpmath.mpf(0), mpmath.mpf(1) / 9)  # 0 <= t <= 1 gives s <= 1 / 3
     return [
@@ -77,7 +77,7 @@ def main() -> int:
             if not re.search(rf"(?<![\d.]){re.escape(digits)}f?\b", source):
                 missing.append(f"{p.name}: {digits}")
     if missing:
-        print(f"{VMATH.name} does not have these coefficients:", *missing, sep="\n  ")
+        print(f"{VMATH.name} does not contain these coefficients:", *missing, sep="\n  ")
     return 1 if missing else 0
 
 

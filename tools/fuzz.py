@@ -98,12 +98,12 @@ def draw(generator: torch.Generator, dtype: torch.dtype) -> Batch:
 
 @dataclass(frozen=True)
 class Truth:
-    """The exact y, log y and w of every row, and which rows are regular."""
+    """The exact y, log y and w for every row, and which rows are regular."""
 
     y: Tensor
     log_y: Tensor
-    w: Tensor  # y (1 - y), or 0 in special rows
-    share: Tensor  # w / sum w
+    w: Tensor  # y * (1 - y), or 0 in special rows
+    share: Tensor  # w / sum(w)
     sigma_minus: Tensor  # 1 - y without cancellation
     regular: Tensor  # (R,) rows with a finite nu
 
@@ -219,7 +219,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     note("y", gap(y, truth.y, eps, tiny), torch.ones(rows, dtype=torch.bool), VALUE[base])
     if not half:
         note("sum", (y.sum(1) - batch.k).abs() / batch.k.clamp(min=1), live, SUM[dtype])
-    # If a gap is so wide that no entry depends on the threshold, nu and log y are not determined.
+    # If a gap is so wide that no entry depends on the threshold, nu and log y are not uniquely determined.
     felt = truth.w.sum(1) > 1e-200
     scale = truth.log_y.abs().nan_to_num(0, 0, 0).clamp(min=1)
     beyond = truth.log_y < -torch.finfo(dtype).max * 0.999
@@ -266,7 +266,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
 
 
 def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, Tensor]:
-    """Return the projection onto {0 <= y <= upper, sum y = k} in float64, and which rows are regular."""
+    """Return the projection onto {0 <= y <= upper, sum(y) = k} in float64, and which rows are regular."""
     x, k, valid = batch.x.double(), batch.k[:, None], batch.valid & batch.x.isfinite()
     odd = batch.valid & ~batch.x.isfinite()
     bound = torch.where(valid, upper, 0.0)
@@ -330,7 +330,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the first batch, increased by 1 per batch"
+        "--seed", type=int, default=0, help="seed of the first batch; it increases by 1 for each batch"
     )
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "torchlml" / "_cpu" / "csrc"
 LEVELS = ("v3", "v4") if platform.machine().lower() in ("x86_64", "amd64") else ()
-# The flags of setup.py that affect numerical results, without optimization.
+# The flags from setup.py that affect numerical results, without the optimization level.
 LIKE_SETUP = ["-std=c++17", "-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 LIKE_SETUP += ["-fno-signed-zeros", "-Wno-psabi"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]

@@ -2,8 +2,8 @@
 
     python tools/test_wheel.py dist --environments build/environments
 
-An environment combines a Python version with a torch version. It is created once and kept. Each run installs
-torchlml into it, runs `check_install.py` and uninstalls torchlml. The sdist is compiled in the first
+An environment combines a Python version with a torch version. It is created once and reused. Each run
+installs torchlml into it, runs `check_install.py` and uninstalls torchlml. The sdist is compiled in the first
 environment, by a normal `pip install` with build isolation. Python versions that are not installed are
 skipped and listed at the end.
 """
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cuda_stand_ins import add_stand_ins
 
 CHECK = Path(__file__).resolve().parent / "check_install.py"
-# Each Python version once, and the oldest and newest torch twice. One kernel serves all Python versions.
+# Test each Python version once, and the oldest and newest torch twice. One kernel serves all Python versions.
 MATRIX = ("3.10:2.10.0", "3.11:2.13.0", "3.12:2.10.0", "3.13:2.13.0")
 GIGABYTES = re.compile(r"nvidia|cuda|triton")  # requirements of torch that only GPUs need
 
@@ -34,7 +34,7 @@ def main() -> None:
     """Audit, install and test. Exit at the first failure with a message or the failed command's output."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("dist", type=Path, help="directory with one wheel and one sdist")
-    parser.add_argument("--environments", type=Path, required=True, help="directory of the environments")
+    parser.add_argument("--environments", type=Path, required=True, help="directory for the environments")
     parser.add_argument("--matrix", nargs="+", default=MATRIX, metavar="PYTHON:TORCH")
     options = parser.parse_args()
     wheel, sdist = only(options.dist, "*.whl"), only(options.dist, "*.tar.gz")
@@ -72,12 +72,12 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def audit(wheel: Path) -> None:
-    """Check the wheel's platform tag, its use of the stable ABI, and that it bundles no other library."""
+    """Check the wheel's platform tag and its use of the stable ABI, and that it bundles no other library."""
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         kernels = [name for name in archive.namelist() if name.endswith((".so", ".pyd", ".dylib"))]
         if [name.rpartition("/")[2].partition(".")[0] for name in kernels] != ["_C"]:
             raise SystemExit(
-                f"torchlml: {wheel.name} must contain the kernel and no other library, but it has {kernels}."
+                f"torchlml: {wheel.name} must contain only one library, the kernel, but contains {kernels}."
             )
         kernel = archive.extract(kernels[0], folder)
         run(tool("torch-abi-audit"), "--check", "both", kernel)
@@ -100,7 +100,7 @@ def tool(name: str) -> str:
 
 
 def find_python(version: str) -> str | None:
-    """Find a working interpreter of this version on PATH or among the interpreters of pyenv and uv."""
+    """Find a working interpreter of this version on PATH or among those installed by pyenv and uv."""
     names = [shutil.which(f"python{version}") or ""]
     homes = [Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"]
     homes.append(Path("~/.local/share/uv/python").expanduser())
@@ -113,7 +113,7 @@ def find_python(version: str) -> str | None:
 
 
 def environment(folder: Path, interpreter: str, version: str, torch: str) -> Path:
-    """Return the interpreter of a clean environment with this torch, which is created if necessary."""
+    """Return the interpreter of a clean environment with this torch version; create it if necessary."""
     home = folder / f"python{version}-torch{torch}"
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     ready = home / ".ready"
@@ -140,7 +140,7 @@ def environment(folder: Path, interpreter: str, version: str, torch: str) -> Pat
 
 
 def try_out(python: Path, artifact: Path) -> None:
-    """Install, check and uninstall an artifact, and check that no files are left."""
+    """Install, check and uninstall an artifact, and check that no files are left behind."""
     began = time.perf_counter()
     # A cached artifact with the same name may have different contents.
     run(*pip(python), "install", "--no-deps", "--no-cache-dir", "--force-reinstall", artifact)
@@ -149,7 +149,7 @@ def try_out(python: Path, artifact: Path) -> None:
     home = python.parents[1]
     left = [str(path.relative_to(home)) for path in home.rglob("*torchlml*")]
     if left:
-        raise SystemExit(f"torchlml: uninstalling {artifact.name} left {', '.join(left)}.")
+        raise SystemExit(f"torchlml: uninstalling {artifact.name} left these files: {', '.join(left)}.")
     kind = "wheel" if artifact.suffix == ".whl" else "sdist, compiled in isolation"
     print(f"uninstalled completely ({kind}, {time.perf_counter() - began:.0f} s)", flush=True)
 

@@ -130,7 +130,7 @@ def test_torch_too_old() -> None:
     result = run("import torch; torch.__version__ = '2.9.1+cpu'; import torchlml")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
-        "ImportError: torchlml needs torch 2.10 or newer, but this is torch 2.9.1+cpu; "
+        "ImportError: torchlml needs torch 2.10 or newer, but the installed version is 2.9.1+cpu; "
         "run `pip install --upgrade torch`."
     )
 
@@ -252,7 +252,7 @@ def test_setuptools_too_old(checkout: Path, tmp_path: Path) -> None:
     result = build(checkout, "setup.py", "--name", PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
     assert result.stderr == (
-        "torchlml: building requires setuptools 77 or newer, but this is 69.5.1. "
+        "torchlml: building requires setuptools 77 or newer, but the installed version is 69.5.1. "
         "Run `pip install --upgrade setuptools`.\n"
     )
 

@@ -40,7 +40,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Exclude a function from compilation, keeping its type."""
+    """Exclude a function from compilation, preserving its type."""
     # `torch.compiler.disable` imports the whole compiler immediately; `_disable_dynamo` imports it on the
     # first call.
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
@@ -56,13 +56,13 @@ class ChunkedLoss:
 
     Args:
         loss: a function that returns one loss for each row of the logits it is given, in their dtype.
-        has_label: bool (R,), True for the rows that a mean is taken over.
+        has_label: bool (R,), True for the rows that a mean includes.
         reduction: "mean", "sum" or "none".
         memory_limit: the number of bytes that the logits and their gradient may occupy.
         labels: the number of labels per row that chunk sizes are computed from; by default, the number of
-            rows of the weight.
+            rows in the weight matrix.
         sum_over_group: a function that sums the gradient of the input over all processes, or None.
-        in_place: whether `loss` overwrites the logits with their gradient if it is allowed to.
+        in_place: whether `loss` overwrites the logits with their gradient when it is allowed to.
         at_once: whether all logits are computed at once instead of in chunks.
     """
 
@@ -86,7 +86,7 @@ class ChunkedLoss:
             seed = seed / mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
         labels = weight.shape[0] if self.labels is None else self.labels
         chunk = rows_within(self.memory_limit, labels, dtype, self.in_place)
-        # Apply the casts of autocast explicitly, so that chunked and unchunked computations round alike.
+        # Apply autocast's casts explicitly, so that chunked and unchunked computations round identically.
         with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
             work = _Work(self.loss, seed, chunk, dtype, self.sum_over_group)
             arguments = (input.reshape(shape.numel(), input.shape[-1]), weight, bias, k)
@@ -130,9 +130,11 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limi
     for name, t in given.items():
         check_tensor(t, name)
         if not t.is_floating_point():
-            raise TypeError(f"`{name}` must be a floating-point tensor, but it is {t.dtype}.")
+            raise TypeError(f"`{name}` must be a floating-point tensor, but its dtype is {t.dtype}.")
         if t.dtype != input.dtype and not autocasts(t.device.type):
-            raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
+            raise TypeError(
+                f"`{name}` must have the dtype of `input`, {input.dtype}, but its dtype is {t.dtype}."
+            )
         if t.device != input.device:
             raise ValueError(
                 f"`{name}` must be on the device of `input`, {input.device}, but it is on {t.device}."
@@ -144,7 +146,7 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limi
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"`linear_bias` must have shape {tuple(weight.shape[:1])}, one number per label, "
+            f"`linear_bias` must have shape {tuple(weight.shape[:1])}, with one number per label, "
             f"but it has shape {tuple(bias.shape)}."
         )
     check_memory_limit(memory_limit)
@@ -153,7 +155,7 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limi
 def check_memory_limit(limit: int) -> None:
     """Raise unless `memory_limit` is a positive number of bytes."""
     if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
-        raise ValueError(f"`memory_limit` must be a positive int, a number of bytes, but it is {limit!r}.")
+        raise ValueError(f"`memory_limit` must be a positive int (a number of bytes), but it is {limit!r}.")
 
 
 def logits_like(input: Tensor, n: int) -> Canonical:
@@ -252,8 +254,8 @@ class _Chunked(torch.autograd.Function):
             seed = grad if work.seed is None else work.seed * grad
             _, gradients = _with_gradients(work, input, weight, bias, k, seed, wanted)
             return (None, *gradients)
-        # Scale in place; a copy of the weight's gradient might not fit in memory. A second backward pass over
-        # the same graph recomputes the gradients.
+        # Scale in place, because a copy of the weight's gradient might not fit in memory. A second backward
+        # pass over the same graph recomputes the gradients.
         gradients, ctx.early = ctx.early, None
         if not readable(grad) or float(grad) != 1:
             for gradient in gradients:
@@ -316,14 +318,14 @@ def _with_gradients(
 
 
 def _is_batched(grad: Tensor) -> bool:
-    """Whether this gradient belongs to several backward passes at once (`is_grads_batched`)."""
+    """Whether the gradient is a batch for several backward passes at once (`is_grads_batched`)."""
     return torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def _chunks(rows: int, most: int) -> list[slice]:
-    """Split the rows into the fewest chunks, of nearly equal size.
+    """Split the rows into as few chunks of at most `most` rows as possible, all of nearly equal size.
 
-    A small matrix product takes nearly as long as a large one.
+    A small matrix product takes nearly as long as a large one, so a small last chunk would waste time.
     """
     size = _even(rows, most)
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
@@ -334,7 +336,7 @@ def _even(rows: int, most: int) -> int:
 
 
 class _Logits:
-    """Computes the logits of each chunk in the same buffer, because freed memory is not always reused."""
+    """The logits of one chunk at a time, always in the same buffer: freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         # Cast the weight as autocast would, once instead of for every chunk.

@@ -2,7 +2,8 @@
 
 Only nu comes from an opaque operator, as a constant. Two Newton steps from this nu in pure PyTorch do not
 change its value but provide its derivatives. Each step doubles the order of the error, so after two steps the
-first three derivatives are exact in forward and backward mode, and under vmap, nesting and compilation.
+first three derivatives are exact in forward and backward mode, under vmap, in nested transforms and when
+compiled.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def sigmoid(z: Tensor) -> Tensor:
     """Compute the logistic function, with a derivative that is accurate even if the value rounds to 1."""
     up = z > 0
     e = torch.exp(torch.where(up, -z, z))
-    near = e / (1 + e)  # the rounding of torch.sigmoid depends on an entry's position in memory
+    near = e / (1 + e)  # not torch.sigmoid, whose rounding depends on an entry's position in memory
     return torch.where(up, 1 - near, near)
 
 
@@ -72,13 +73,13 @@ class SolvedRows:
         return torch.where(self.hi.isnan(), self.rows.sum(self._undefined()), nu)
 
     def _undefined(self) -> Tensor:
-        """Return NaN, with NaN derivatives, for the entries of undefined rows, which contain a NaN."""
+        """Return NaN, with NaN derivatives, at every entry of the rows in which nu is NaN."""
         return self.broadcast(torch.where(self.hi.isnan(), self.hi, 0)) * self._x
 
     def fill(self, y: Tensor, absent: float, present: float, infinite: Tensor) -> Tensor:
-        """Fill in the limits where the formula does not apply.
+        """Replace y with its limit where the formula does not apply.
 
-        These are rows without a finite nu, infinite entries and absent entries.
+        The formula does not apply in rows without a finite nu, at infinite entries and at absent entries.
         """
         hi = self.broadcast(self.hi)
         y = torch.where(hi == torch.inf, present, torch.where(hi == -torch.inf, absent, y))
@@ -89,7 +90,7 @@ class SolvedRows:
         """Return zeros that have the derivatives of nu."""
         live, constant = self._live, base.detach()
         log_w = torch.where(live, logsigmoid(constant) + logsigmoid(-constant), -torch.inf)
-        # Divide everything by the largest w of the row, to remain accurate if all w underflow.
+        # Divide everything by the row's largest w, to remain accurate if every w underflows.
         largest = self.rows.max(log_w)
         largest = torch.where(largest.isfinite(), largest, 0)
         unit = torch.exp(-largest).clamp(max=torch.finfo(base.dtype).max)
@@ -103,7 +104,7 @@ class SolvedRows:
             t = torch.where(live, torch.exp(torch.where(live, log_t - scale, 0)), 0)
             w = t * sigmoid(-toward_zero)
             total = self.rows.sum(torch.where(up, -t, t))
-            # The excess is 0 at the solution, up to rounding. Subtract the values and keep the derivatives.
+            # The excess is 0 at the solution, up to rounding. Subtract its value and keep its derivatives.
             excess = (total - total.detach()) - (k - k.detach()).to(base.dtype) * unit
             slope = self.rows.sum(w)
             step = step - torch.where(self.hi.isinf(), 0, excess / torch.where(slope > 0, slope, 1))
@@ -111,10 +112,11 @@ class SolvedRows:
 
 
 def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]:
-    """Turn a function of `SolvedRows` into a function of canonical arguments; `solve` computes nu.
+    """Turn a function of `SolvedRows` into a function of canonical arguments and `solve`, which computes nu.
 
     A single dense row is computed as two equal rows. torch splits one row across threads and uses different
-    instructions for the remainder of each part, so the last bits would depend on the number of threads.
+    instructions for the remainder of each part, so the last bits of the result would depend on the number of
+    threads.
     """
 
     @functools.wraps(result)

@@ -55,7 +55,7 @@ def mean_divisor(labeled: int | Tensor) -> int | Tensor:
 
 
 def reduce(losses: Tensor, labeled: int | Tensor, reduction: Reduction) -> Tensor:
-    """Reduce the losses of the rows; `labeled` is the number of labeled rows, and other rows have loss 0."""
+    """Reduce the row losses, of which `labeled` belong to labeled rows; all others are 0."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -71,7 +71,7 @@ def check_labeled_k(k: Tensor, bound: Bound, labeled: Callable[[], Tensor]) -> N
         return
     has_label = labeled()
     if readable(has_label) and bool((has_label & ~(k.detach() > 0)).any()):
-        raise ValueError("`k` must be positive in every row that has a label, but it is 0 in one of them.")
+        raise ValueError("`k` must be positive in every row that has a label, but it is 0 in at least one.")
 
 
 def label_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | None:
@@ -122,7 +122,10 @@ def lml_loss(
 
 
 def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:
-    """Compute one loss per row from the full log y, to support bounds, label weights and all transforms."""
+    """Compute one loss per row from the full log y.
+
+    This supports bounds, label weights that require a gradient, and all transforms.
+    """
     # Half-precision logits are processed in float32, and the loss is rounded once, at the end.
     x = c.x.to(work_dtype(c.x.dtype))
     if not labels.in_every_row:
@@ -140,7 +143,7 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
 
 
 def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
-    """Return the rule for one reduction; `complete` means that every row has a label."""
+    """Return the rule for one reduction; `complete` means that every row has exactly one label."""
 
     def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Any]:
         """Return (loss, nu, divisor). The loss has the dtype of x.

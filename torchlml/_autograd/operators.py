@@ -42,10 +42,10 @@ def operator(
         shapes: returns empty results with the right shapes and dtypes, for the compiler.
         for_onnx: the operator decomposed into operations that `torch.onnx.export` supports; see
             `_torch/onnx.py`.
-        triton: whether the function of this name in `_triton/operators.py` is called on a GPU.
+        triton: whether the function with this name in `_triton/operators.py` is called on a GPU.
         vmap: whether to support `torch.vmap`, by combining the batch into one problem with more rows. The
-            operator must then take (x, k, a tensor like x or None, offsets, settings...) and return (2, R),
-            like `solve`.
+            operator must then take (x, k, a tensor like x or None, offsets, settings...) and return a tensor
+            of shape (2, R), like `solve`.
     """
     name, _, rest = schema.partition("(")
     # The compiled kernel has already defined some operators, for programs without Python.
@@ -92,7 +92,7 @@ def empty_values(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | No
 
 
 def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
-    """Apply the vmap rule: a batch of problems is one problem with more rows."""
+    """Apply the vmap rule, which combines a batch of problems into one problem with more rows."""
     x, k, per_entry, offsets, *settings = arguments
     batch = info.batch_size
 
@@ -100,7 +100,7 @@ def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) 
         return value.expand(batch, *value.shape) if dim is None else value.movedim(dim, 0)
 
     x = batched(x, in_dims[0])
-    size = x.shape[1]  # the number of rows of each problem, or of entries if ragged
+    size = x.shape[1]  # the number of rows in each problem, or of entries if the rows are ragged
     rows = size if offsets is None else offsets.shape[0] - 1
     x = x.flatten(0, 1).contiguous()
     per_entry = None if per_entry is None else batched(per_entry, in_dims[2]).flatten(0, 1).contiguous()

@@ -1,10 +1,10 @@
-"""The autograd rules of the projection: an explicit backward pass, or differentiable operations.
+"""The autograd rules for the projection: an explicit backward pass, or differentiable operations.
 
 Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or directly to
 the operator if no gradient is requested. Under `torch.func` transforms, in forward-mode differentiation and
-for second derivatives, `implicit.py` computes the same values. (In torch 2.13, compiling a
-`torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that combination must never
-occur.)
+for second derivatives, `implicit.py` computes the same values. (In torch 2.13, a compiled call to
+`torch.func.grad` silently ignores the `backward` method of a `torch.autograd.Function`, so that combination
+must never occur.)
 
 `LML`, `LOG_LML` and `LML_DUAL` map each bound on the sum to a function of canonical rows (x, k, mask,
 offsets). In the dual, a bound is a clamp: nu = min(nu*, 0) for at most k and max(nu*, 0) for at least k,
@@ -44,9 +44,9 @@ class Rule:
         forward: returns the result, followed by the other tensors that `backward` needs.
         backward: takes the gradient, the arguments and these tensors; returns the gradients of the first
             `inputs` arguments. The gradient of k has one number per row.
-        differentiable: computes the result with operations that torch can differentiate, map and compile.
+        differentiable: computes the result with operations that torch can differentiate, vmap and compile.
         inputs: the number of leading arguments that have a gradient; the second is k.
-        keeps_result: whether `backward` takes the result too, before the other tensors.
+        keeps_result: whether `backward` also takes the result, before the other tensors.
     """
 
     forward: Callable[..., tuple[Any, ...]]
@@ -128,13 +128,13 @@ lml_dual = Rule(_dual_forward, _dual_backward, implicit.lml_dual)
 def needs_no_graph(*inputs: Any) -> bool:
     """Whether no gradient is requested, so that no autograd Function is needed.
 
-    For a 256 x 100 matrix, the overhead of a Function takes as long as the projection.
+    For a 256 x 100 matrix, a Function adds as much time as the projection itself takes.
     """
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
 
 
 def wants_graph() -> bool:
-    """Whether this backward pass will itself be differentiated or mapped.
+    """Whether this backward pass will itself be differentiated or mapped by vmap.
 
     The compiler traces a backward pass with gradients enabled, but does not differentiate the traced graph.
     """
@@ -151,7 +151,7 @@ def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
 def differentiate_again(
     function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor
 ) -> list[Tensor | None]:
-    """Compute gradients that can be differentiated or mapped again.
+    """Compute gradients that can be differentiated again, or mapped by vmap.
 
     `function` consists of differentiable operations. An input without `requires_grad` gets None.
     """
@@ -300,7 +300,7 @@ def fast_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
 
 
 class _FastApply(torch.autograd.Function):
-    """The rule `lml`, but only x has a gradient."""
+    """The rule `lml`, with a gradient only for x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: Tensor) -> Tensor:
@@ -319,5 +319,5 @@ class _FastApply(torch.autograd.Function):
         return dx, None
 
 
-# Bypass the check of `Function.apply` for `torch.func` transforms, because none is active here.
+# Bypass the check for `torch.func` transforms in `Function.apply`, because none is active here.
 _fast_apply = super(torch.autograd.Function, _FastApply).apply

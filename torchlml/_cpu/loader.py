@@ -1,9 +1,9 @@
 """Find and load the compiled kernel, if it is installed.
 
 `TORCHLML_KERNEL=torch` selects pure PyTorch, even on a GPU. `TORCHLML_KERNEL=native` requires the compiled
-kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default a
-kernel is used if it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` restricts the kernel to a lower
-x86-64 level than the processor has, for tests.
+kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default, a
+kernel is used if it is installed and can be loaded. `TORCHLML_ISA=baseline|v3|v4` restricts the kernel to a
+lower x86-64 level than the processor supports, for tests.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from urllib.request import url2pathname
 
 import torch
 
-OLDEST = (2, 10)  # the first torch whose stable ABI has everything the kernel uses
-_REASON = "_absent.txt"  # written by setup.py if it builds no kernel
+OLDEST = (2, 10)  # the first torch version whose stable ABI provides everything the kernel uses
+_REASON = "_absent.txt"  # written by setup.py if it does not build the kernel
 _library: ctypes.CDLL | None = None
-_absence = "it is not in this installation"
+_absence = "this installation does not include it"
 _warned = False
 
 
 def check_torch(version: str) -> None:
-    """Raise a clear error if torch is too old, before something else fails because of it."""
+    """Raise a clear error if torch is too old, before anything else fails because of it."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise _import_error(
-            f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, but this is torch {version}; "
+            f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, but the installed version is {version}; "
             "run `pip install --upgrade torch`."
         )
 
@@ -49,7 +49,10 @@ def requested() -> str:
 
 
 def _import_error(message: str) -> ImportError:
-    """Return an error for `import torchlml` to raise; its `name` distinguishes it from a missing package."""
+    """Return an error for `import torchlml` to raise.
+
+    Its `name` attribute distinguishes it from the error for a missing package.
+    """
     return ImportError(message, name="torchlml")
 
 
@@ -76,7 +79,7 @@ def load() -> None:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
         library.torchlml_instruction_set.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:  # a damaged file, or one for another platform or package
+    except (OSError, AttributeError) as error:  # the file is damaged or for another platform or package
         _absence = f"{path.name} does not load ({error})"
         if choice == "native":
             raise _import_error(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error

@@ -1,5 +1,5 @@
-"""Rows whose labels are sharded across processes: `group=` and DTensors in the functions of the library.
+"""Support for rows whose labels are sharded across processes: the argument `group`, and DTensors.
 
-Users do not call anything here. The modules are imported when a call needs them, because importing
+These modules are private. They are imported when a call needs them, because importing
 `torch.distributed.tensor` takes longer than importing torchlml.
 """

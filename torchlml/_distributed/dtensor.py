@@ -1,8 +1,8 @@
 """Convert DTensor arguments to their local parts, and wrap local results as DTensors.
 
 A DTensor may be sharded over its labels on one dimension of its mesh, and sharded over rows or replicated on
-the other dimensions. Plain tensors passed along with it are local already: they have the rows of this
-process, and masks and multi-hot targets have only its labels.
+the other dimensions. Plain tensors passed along with it are already local: they contain the rows of this
+process, and masks and multi-hot targets contain only its labels.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torchlml._targets import is_multi_hot
 
 
 class Placed(NamedTuple):
-    """The placements and the global shape of tensors with one number per entry, or with one per row."""
+    """The placements and the global shape of tensors with one number per entry or one number per row."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
     shape: torch.Size
 
     def local(self, t: Any) -> Any:
-        """Return the local part of an argument that broadcasts to this shape; plain tensors are local."""
+        """Return the local part of an argument that broadcasts to `shape`, or a plain tensor unchanged."""
         if not isinstance(t, DTensor):
             return t
         places = []
         for place in self.placements:
             dim = place.dim - (len(self.shape) - t.dim()) if isinstance(place, Shard) else -1
-            # A dimension that broadcasts is not sharded. A dimension of size 1 broadcasts only to other
-            # sizes.
+            # A dimension that broadcasts is not sharded. A dimension of size 1 broadcasts only if the
+            # corresponding size in `shape` is not 1.
             sharded = dim >= 0 and t.shape[dim] == self.shape[place.dim]
             places.append(Shard(dim) if sharded else Replicate())
         return _to_local(t, self.mesh, places, self.placements)
 
     def wrap(self, t: Tensor) -> DTensor:
-        """Wrap a local result of this kind as a DTensor."""
+        """Wrap a local result as a DTensor with these placements and this shape."""
         strides = [1]
         for size in reversed(self.shape[1:]):
             strides.insert(0, strides[0] * max(1, size))
@@ -52,20 +52,23 @@ class Placed(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The placements of a DTensor whose rows contain labels, and of tensors with one number per row."""
+    """The placements of a DTensor with one entry per label, and of tensors with one number per row."""
 
     entries: Placed
-    rows: Placed  # replicated across the processes that share labels
-    labels: int | None  # the dimension of the mesh that shards the labels
-    group: LabelGroup | None  # the processes that the labels are sharded across, if they are
+    rows: Placed  # replicated across the processes that the labels are sharded across
+    labels: int | None  # the mesh dimension that shards the labels, if any
+    group: LabelGroup | None  # the processes that the labels are sharded across; None if they are not
 
     def per_label(self, t: Any) -> Any:
-        """Return the local part of an argument with one entry, or one row of a matrix, per label."""
+        """Return the local part of an argument that has one entry, or one matrix row, per label."""
         mesh = self.entries.mesh
         return self.local(t, [Shard(0) if i == self.labels else Replicate() for i in range(mesh.ndim)])
 
     def target(self, t: Any) -> Any:
-        """Return the local part of a target; class indices are sharded like rows, multi-hot like entries."""
+        """Return the local part of a target.
+
+        Class indices are sharded like rows, and multi-hot targets like entries.
+        """
         check_tensor(t, "target")
         if is_multi_hot(t):
             return self.entries.local(t)
@@ -113,17 +116,17 @@ def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
     """
     if group is not None:
         raise ValueError(
-            "`group` must be None with a DTensor, whose mesh defines how the labels are sharded."
+            "`group` must be None with a DTensor, because its mesh defines how the labels are sharded."
         )
     dim %= x.dim()
     if any(type(place) not in (Shard, Replicate) for place in x.placements):
         raise ValueError(
-            f"`{name}` must be Shard or Replicate on every dimension of its mesh, but its placements are "
+            f"`{name}` must be placed as Shard or Replicate on every mesh dimension, but its placements are "
             f"{x.placements}; redistribute it first."
         )
     if x.placements.count(Shard(dim)) > 1:
         raise ValueError(
-            f"`{name}` must have its labels sharded over one dimension of its mesh, but its placements are "
+            f"`{name}` must have its labels sharded on at most one mesh dimension, but its placements are "
             f"{x.placements}."
         )
     mesh, placements, shape = x.device_mesh, x.placements, x.shape
@@ -140,10 +143,10 @@ def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
 
 
 def read_linear_layout(input: Any, linear_weight: Any, group: Any) -> Layout:
-    """Return the layout of the logits of a linear layer whose weight (n, d) is a DTensor.
+    """Return the layout of the logits from a linear layer whose weight (n, d) is a DTensor.
 
-    A plain input has the rows of this process. An input that is a DTensor may be sharded over rows, by
-    dimensions of the mesh that do not shard the labels; other placements are redistributed.
+    A plain input contains the rows of this process. A DTensor input may be sharded over rows on the mesh
+    dimensions that do not shard the labels; other placements are redistributed.
     """
     check_tensor(input, "input")
     if not isinstance(linear_weight, DTensor):

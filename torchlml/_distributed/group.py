@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchlml._arguments import is_plain
 
 Group = dist.ProcessGroup | DeviceMesh
-# The first message has a fixed size, because messages of mismatched sizes may hang.
+# The first message has a fixed size, because a collective with mismatched sizes may hang.
 _BYTES = 2048
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +36,7 @@ class LabelGroup(NamedTuple):
     size: int
 
     def gather(self, part: Tensor) -> Tensor:
-        """Gather the parts of all processes, (P, ...), in one round."""
+        """Gather the parts of all P processes into a tensor (P, ...), in one round."""
         part = part.contiguous()
         parts = part.new_empty((self.size, *part.shape))
         _all_gather(parts.flatten(0, 1) if part.dim() else parts, part, group=self.handle)
@@ -53,16 +53,16 @@ class LabelGroup(NamedTuple):
 
 
 class LabelSplit(NamedTuple):
-    """The number of labels of every process in a group, and the constraint on the sum."""
+    """The number of labels on every process in a group, and the constraint on the sum."""
 
     group: LabelGroup
     labels: list[int]
-    total: int  # the number of labels of all processes
+    total: int  # the number of labels on all processes together
     bound: str
 
     @property
     def start(self) -> int:
-        """The first label of this process."""
+        """The index of the first label of this process."""
         return sum(self.labels[: self.group.rank])
 
 
@@ -81,8 +81,8 @@ def label_group(group: Any) -> LabelGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                "`group` must be a one-dimensional DeviceMesh, the one that shards the labels, but it has "
-                f'{group.ndim} dimensions; pass one of them, as in `mesh["labels"]`.'
+                "`group` must be a one-dimensional DeviceMesh that the labels are sharded over, but it has "
+                f'{group.ndim} dimensions; select one of them, as in `mesh["labels"]`.'
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -115,20 +115,20 @@ class Agreement:
         masked: bool = False,
         same: dict[str, Any] | None = None,
     ) -> None:
-        """Set the message of this process: the arguments that must match on all processes, and its labels.
+        """Set the message of this process: its number of labels, and the arguments that must match.
 
         Args:
             function: the name of the called function.
             x, k, bound: its arguments, x as converted by `canonical`.
             rows: the shape of a tensor with one number per row.
             labels: the number of labels of this process.
-            masked: whether some of them are masked, so that k may exceed their number.
+            masked: whether k may exceed the number of labels, as it may with a mask.
             same: other values that must match, keyed by their names in error messages.
         """
         if not is_plain():  # results would be silently wrong
             raise NotImplementedError(
-                "With `group`, only plain calls and their first derivatives are supported, but a transform "
-                "of torch.func or forward-mode differentiation is active."
+                "With `group`, only plain calls and their first derivatives are supported, but a torch.func "
+                "transform or forward-mode differentiation is active."
             )
         common = {
             "function": function,
@@ -168,19 +168,19 @@ def agreement(group: LabelGroup, x: Any) -> Iterator[Agreement]:
         group: the processes.
         x: a tensor on the device that messages are sent from.
 
-    An exception inside the `with` block is raised on every process. Arguments that differ raise an error.
+    If the `with` block raises on one process, or if the arguments differ, every process raises an error.
     """
     agreed = Agreement(group)
-    # A meta tensor cannot carry a message, and the other processes would wait forever.
+    # A meta tensor cannot carry a message, so the other processes would wait for it forever.
     carries = isinstance(x, Tensor) and x.device.type != "meta"
     device = x.device if carries else torch.device("cpu")
     failure: Exception | None = None
     try:
         yield agreed
     except Exception as error:
-        # The other processes wait for this message. A character takes up to six bytes in it.
+        # The other processes wait for this message. Each character of it takes up to six bytes.
         failure, agreed.own = error, {"error": str(error)[:300]}
-    # Unlike all_gather_object, this takes one collective instead of two.
+    # This takes one collective, whereas all_gather_object takes two.
     text = json.dumps(agreed.own, ensure_ascii=False).encode()
     assert len(text) <= _BYTES
     message = torch.zeros(_BYTES, dtype=torch.uint8)
@@ -204,7 +204,7 @@ def agreement(group: LabelGroup, x: Any) -> Iterator[Agreement]:
 
 
 def fingerprint(value: Tensor) -> str:
-    """Describe a tensor for comparison: its number if it is 0-d, or its dtype, shape and checksum."""
+    """Describe a tensor for comparison: by its value if it is 0-d, else by its dtype, shape and checksum."""
     value = value.detach().cpu().contiguous()
     if value.dim() == 0:
         return f"{value.item():.17g}"

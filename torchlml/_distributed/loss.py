@@ -1,7 +1,7 @@
 """The losses, and the ranking that the metrics use, with a `group` or with DTensors.
 
-Like `projection.py`, each function unwraps the local parts of DTensors, checks that all processes pass
-matching arguments, computes and wraps the result.
+As in `projection.py`, each function unwraps the local parts of DTensors, checks that all processes pass
+matching arguments, computes the result and wraps it.
 
 Class indices in targets refer to the labels of all processes, and every process passes the same tensor. A
 multi-hot target contains only the columns for the labels of this process.
@@ -50,7 +50,7 @@ def lml_loss(
 ) -> Tensor:
     """Compute `lml_loss` with a `group` or with DTensors.
 
-    The loss of DTensors is a DTensor: one number per row, or reduced over the rows of all processes.
+    For DTensors, the loss is a DTensor, with one number per row or reduced over the rows of all processes.
     """
     layout: Layout | None = None
     if isinstance(logits, DTensor):
@@ -78,7 +78,7 @@ def lml_loss(
         split = agreed.split(k, settings.bound)
         observed = read_target(c, target, weight, settings.ignore_index, split)
         losses, number = row_losses(c.x, c.k, c.mask, observed.own(), split)
-        # k and the number of labels are the same on all processes, so all take the same branch.
+        # k and the number of labels are the same on all processes, so all of them take the same branch.
         check_labeled_k(c.k, settings.bound, lambda: number > 0)
         if settings.label_reduction == "mean":
             losses = losses / number.clamp(min=1)
@@ -99,7 +99,7 @@ def linear_lml_loss(given: LinearLMLArguments, group: Group | None) -> Tensor:
     settings = given.settings
     settings.check()
     target, reduction = layout.target(given.target), settings.reduction
-    # The mean over sharded rows divides by their number on all processes, after the sum.
+    # For a mean over sharded rows, divide the sum by the number of labeled rows on all processes.
     mean_of_shards = layout.shards_rows and reduction == "mean"
     local = LinearLMLArguments(
         layout.local(given.input, layout.rows.placements),
@@ -133,14 +133,14 @@ def _linear(given: LinearLMLArguments, group: LabelGroup | None) -> Tensor:
         same = _matching(settings) | {"memory_limit": memory_limit, "in_features": input.shape[-1]}
         # The gradient of the input is summed over all processes if it is requested.
         same |= {"gradient of the input": torch.is_grad_enabled() and input.requires_grad}
-        # Under autocast, the logits have its dtype.
+        # Under autocast, the logits have the autocast dtype.
         device = input.device.type
         same |= {"autocast": str(torch.get_autocast_dtype(device)) if autocasts(device) else "off"}
         same |= check_target(c, target, weight, settings.ignore_index)
         agreed.tell("linear_lml_loss", input, k, settings.bound, rows=input.shape[:-1], labels=n, same=same)
     split = agreed.split(k, settings.bound)
     observed = read_target(c, target, weight, settings.ignore_index, split)
-    # k is the same on all processes, so either all or none of them take part in the round of `has_label`.
+    # `has_label` may communicate. k is the same on all processes, so either all or none of them call it.
     check_labeled_k(wide_k, settings.bound, observed.has_label)
     mean = settings.reduction == "mean"
     chunked = ChunkedLoss(
@@ -225,7 +225,7 @@ class ShardedTarget(NamedTuple):
     """A validated target: (R, L) int64 with unique labels and negative padding, or multi-hot (R, n)."""
 
     rows: Tensor
-    weight: Tensor | None  # one per class of this process
+    weight: Tensor | None  # one number per class of this process
     split: LabelSplit
 
     def own(self, some: slice = slice(None)) -> OwnLabels:
@@ -243,7 +243,7 @@ class ShardedTarget(NamedTuple):
         return OwnLabels(row, place, weight)
 
     def has_label(self) -> Tensor:
-        """Whether each row has a label on any process; a multi-hot target takes one round."""
+        """Whether each row has a label on any process; a multi-hot target takes one communication round."""
         if self.rows.dtype == torch.int64:
             return (self.rows >= 0).any(-1)
         return self.split.group.sum((self.rows != 0).any(-1).long()) > 0
@@ -314,7 +314,8 @@ class _Loss(torch.autograd.Function):
         counts = weight != 0
         finite = counts & entry.isfinite()
         labels = FiniteLabels(row[finite], entry[finite], weight[finite])
-        # The loss of labels at infinite entries depends only on the row: 0, infinite, or log k/p.
+        # The loss of a label at an infinite entry depends only on the row: it is 0, infinite, or log(p/k) if
+        # the row has p > k entries of +inf.
         behind_mask = torch.zeros_like(counts) if mask is None else ~mask[row, place]
         kinds = (
             torch.ones_like(counts),
@@ -354,7 +355,7 @@ class _Loss(torch.autograd.Function):
         own = torch.where(local.live[row, place], weight * torch.sigmoid(-local.z[row, place].double()), 0)
         dx.index_put_((row, place), -(g[row] * own).to(dx.dtype), accumulate=True)
         dk = torch.where(s.nu[0].isinf() | (change == 0), 0, -g * change / s.log_slope.exp())
-        # If k < p, the +inf entries are k/p each, whose logarithm has the derivative 1/k.
+        # If k < p, y = k/p at each +inf entry, and the derivative of log(k/p) with respect to k is 1/k.
         follows_k = (s.share > 0) & (s.share < 1) & (of_infinite != 0)
         dk = torch.where(follows_k, -g * of_infinite / k, dk)
         dx, dk = local.finish(dx, dk, x)
@@ -365,9 +366,9 @@ class _Loss(torch.autograd.Function):
 
 
 class ShardedRows(DenseRows):
-    """Rows of which this process holds some columns.
+    """Rows whose columns are sharded across processes.
 
-    `sum` and `top` cover all columns; they take one and two rounds of communication.
+    `sum` and `top` cover all columns and take one and two rounds of communication, respectively.
     """
 
     def __init__(self, x: Tensor, group: LabelGroup, total: int) -> None:
@@ -380,7 +381,7 @@ class ShardedRows(DenseRows):
         return self._group.sum(t.sum(-1))
 
     def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `count` largest entries of each row, descending, and the `values` at their positions."""
+        """Return each row's `count` largest entries in descending order, and `values` at their positions."""
         largest, found = super().top(x, count, values.to(self.wide))
         largest, place = self._all_columns(largest).topk(count)
         return largest, self._all_columns(found).gather(-1, place)

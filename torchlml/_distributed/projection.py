@@ -1,8 +1,8 @@
 """The projection of rows whose labels are sharded across processes, and its derivatives.
 
 Every process has its own columns of the same rows. `project` unwraps the local parts of DTensors, checks that
-all processes pass matching arguments, computes and wraps the result. A DTensor whose labels are not sharded
-needs no group: its rows are computed locally.
+all processes pass matching arguments, computes the result and wraps it. A DTensor whose labels are not
+sharded needs no group: its rows are computed locally.
 """
 
 from __future__ import annotations
@@ -67,37 +67,38 @@ _LOCAL = {"lml": rule.LML, "log_lml": rule.LOG_LML, "lml_dual": rule.LML_DUAL}
 
 
 class SolvedPart:
-    """The entries of this process and the solution of their rows, in the form that backward passes need."""
+    """The entries of this process and the solution for their rows, in the form that backward passes need."""
 
     def __init__(self, x: Tensor, mask: Tensor | None, solution: Solution) -> None:
         self.values, self.rows = prepare(x, mask), DenseRows(x)
         self.solution = solution
         self.z = shifted(self.values, solution.nu, self.rows)
         self.live = careful.moving(self.values, solution.nu, self.rows)
-        # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but on no finite x.
+        # If a row has p > k entries of +inf, each gets k/p. They depend on k as tied entries do, but not on
+        # any finite x.
         tied = (solution.share > 0) & (solution.share < 1)
         self.tied = (self.values == torch.inf) & tied.unsqueeze(-1)
 
     def shares_of_slope(self) -> Tensor:
-        """Return w / sum w of each entry, which is accurate even if every w underflows."""
+        """Return w / sum(w) for each entry, accurate even if every w underflows."""
         log_w = logsigmoid(self.z) + logsigmoid(-self.z)
         share = torch.exp(log_w.double() - self.solution.log_slope.unsqueeze(-1))
         return torch.where(self.live & ~self.solution.free.unsqueeze(-1), share.to(self.values.dtype), 0)
 
     def finish(self, dx: Tensor, dk: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Set dk to 0 in free rows and gradients to NaN in undefined rows, and round each to its dtype."""
+        """Set dk to 0 in free rows and both gradients to NaN in undefined rows; cast both to their dtypes."""
         dk = torch.where(self.solution.free, 0, dk)
         return careful.finish(dx, dk, x, self.solution.nu, self.rows)
 
 
 def check_first_derivative() -> None:
-    """Raise if create_graph=True, because `once_differentiable` would silently drop the graph."""
+    """Raise if create_graph=True, where `once_differentiable` would silently drop the graph."""
     if wants_graph():
         raise NotImplementedError("With `group`, second derivatives are not supported.")
 
 
 class _Project(torch.autograd.Function):
-    """Compute the result of `lml`, `log_lml` or `lml_dual` for the entries of this process."""
+    """The result of `lml`, `log_lml` or `lml_dual` for the entries of this process."""
 
     @staticmethod
     def forward(ctx: Any, name: str, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit) -> Tensor:
@@ -110,12 +111,12 @@ class _Project(torch.autograd.Function):
         hi, lo = s.nu.unsqueeze(-1)
         z = (values + hi) + lo
         if name == "lml":
-            # Not torch.sigmoid, whose rounding depends on the position in memory.
+            # Not torch.sigmoid, whose rounding depends on an entry's position in memory.
             e = torch.exp(-z.abs())
             y, absent, share = torch.where(z > 0, 1, e) / (1 + e), 0.0, s.share
         else:
             y, absent, share = logsigmoid(z), -torch.inf, s.share.log()
-        # Infinite and absent entries and undefined rows get the limits of the solution.
+        # Set infinite and absent entries to their limits, and undefined rows to NaN.
         y = torch.where(values == torch.inf, share.unsqueeze(-1), y)
         y = torch.where(values == -torch.inf, absent, y)
         return torch.where(hi.isnan(), torch.nan, y).to(x.dtype)
@@ -146,7 +147,7 @@ def _gradient_of_log_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGrou
     of_tied = local.rows.sum(torch.where(local.tied, g, 0))
     total, of_tied = group.sum(torch.stack([local.rows.sum(a), of_tied]))
     dx = torch.where(local.live, a - local.shares_of_slope() * total.to(a.dtype).unsqueeze(-1), 0)
-    # The logarithm of k/p has the derivative 1/k.
+    # If a row has p > k entries of +inf, their log y is log(k/p), whose derivative with respect to k is 1/k.
     dk = torch.where(total == 0, 0, total / s.log_slope.exp())
     return dx, torch.where(s.nu[0].isinf(), torch.where(of_tied == 0, 0, of_tied / k), dk)
 

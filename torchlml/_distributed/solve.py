@@ -1,17 +1,18 @@
-"""The dual variable nu of rows whose labels are sharded across processes.
+"""The dual variable nu for rows whose labels are sharded across processes.
 
-1. Survey, one round. Every process solves its own part with the compiled kernel, for its share k n_p / n of
-   k. The shares sum to k, so the root lies between the smallest and the largest of these nu. If the parts are
-   similar, all of these nu are close to the root. The Taylor series of all parts give an initial estimate.
-2. Evaluations, one round each: the sums of `evaluate` at one point, or at several if the interval is wide,
-   until a point is so close to the root that its Taylor series gives the root to machine precision.
+1. Survey, in one round. Every process solves its own part locally, for its share k * (n_p / n) of k. The
+   shares sum to k, so the root lies between the smallest and the largest local nu. If the parts are similar,
+   every local nu is close to the root. The Taylor series of all parts give an initial estimate.
+2. Evaluation, in one round per iteration. The processes add up the sums from `evaluate` at one point, or at
+   several if the interval is wide, until a point is so close to the root that its Taylor series gives the
+   root to machine precision.
 3. For rows with a wide interval, or a wide gap between logits at the threshold, `threshold.py` first finds
-   the entries at the threshold in a few rounds. In a gap wider than 80 the solution has a closed form.
+   the entries at the threshold in a few rounds. In a gap wider than 80, the solution has a closed form.
 
-Sums have one number per row, always in float64. An entry is written as 0 or 1, whichever is nearer, plus or
-minus t = sigmoid(-|z|), as in `_solve/newton.py`. The sums include derivatives of
-S(nu) = sum sigmoid(x + nu). From one evaluation near the root, Taylor series therefore give the root and
-everything that depends on it without another round.
+Each sum is one float64 number per row. An entry of y is written as 0 or 1, whichever is nearer, plus or minus
+t = sigmoid(-|z|), as in `_solve/newton.py`. The sums include derivatives of S(nu) = sum(sigmoid(x + nu)).
+From one evaluation near the root, Taylor series therefore give the root and everything that depends on it
+without another round.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from torchlml._autograd import operators
 from torchlml._distributed.group import LabelGroup, LabelSplit, add_up
 from torchlml._distributed.threshold import find_threshold, solve_gap
 
-# Selection handles intervals wider than this, and thresholds farther than this from every entry.
+# `threshold.py` handles rows whose interval is wider than this or whose entries are all farther than this
+# from the threshold.
 _WIDE = 150.0
 _GAP = 80.0
-# The local roots, which bound the interval, are exact only up to the rounding of their dtype.
+# The local roots, which bound the interval, are exact only up to rounding in their dtype.
 _MARGIN = 1e-3
-# The largest distance for the Taylor series: the fifth order is then below the precision of the dtype.
+# The largest distance at which the Taylor series is used. The fifth-order term is then below the precision of
+# the dtype.
 _NEAR = {torch.float32: 0.03, torch.float64: 1e-3}
-# Small enough for the cache, and too small for torch to split across threads.
+# The number of entries evaluated at once. On the CPU, they fit in the cache and are too few for torch to
+# split across threads.
 _BLOCK_ON_CPU = 2**15
 _BLOCK = 2**24
 # Beyond this, e^-|z| is negligible in a row whose nearest entry is within 150 of the threshold.
@@ -50,7 +54,7 @@ class FiniteLabels(NamedTuple):
     weight: Tensor
 
     def of(self, rows: Tensor, count: int) -> FiniteLabels:
-        """Return the labels of the selected rows, which are renumbered."""
+        """Return the labels in the selected rows, with these rows renumbered from 0."""
         number = torch.full((count,), -1, dtype=torch.int64, device=rows.device)
         number[rows] = torch.arange(rows.numel(), device=rows.device)
         found = number[self.row]
@@ -68,12 +72,13 @@ class _Part(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """The solution of all rows, identical on every process. Each field has one number per row.
+    """The solution for all rows, identical on every process.
 
-    `nu` is a pair (2, R) as in `_torch/careful.py`. `log_slope` is log sum w. `share` is y of +inf entries,
-    `infinite` their number. `free` marks rows that satisfy a bound with nu = 0, which is then constant.
-    `loss` is the sum of -c log y over the labels at finite entries, and `change` is the sum of c (1 - y).
-    `marks` contains the sums over all processes of the numbers passed to `solve` as `marks`.
+    Each field has one number per row, except that `nu` is a pair (2, R) as in `_torch/careful.py` and `marks`
+    has several columns. `log_slope` is log(sum(w)). `share` is y at +inf entries, and `infinite` is their
+    number. `free` marks the rows in which nu = 0 satisfies a bound; nu is then constant. With c the weight of
+    a label, `loss` is the sum of -c * log(y) over the labels at finite entries, and `change` is the sum of
+    c * (1 - y). `marks` contains the numbers passed to `solve` as `marks`, summed over all processes.
     """
 
     nu: Tensor
@@ -88,7 +93,7 @@ class Solution(NamedTuple):
 
 class _Survey(NamedTuple):
     ordinary: Tensor
-    special: Tensor  # nu of the rows that are not ordinary
+    special: Tensor  # nu for the rows that are not ordinary
     infinite: Tensor
     available: Tensor
     nearest: Tensor
@@ -102,7 +107,7 @@ class _Survey(NamedTuple):
 
 
 def prepare(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the entries of this process in the work dtype, -inf if masked."""
+    """Return the entries of this process in the work dtype, with masked entries set to -inf."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     return values if mask is None else torch.where(mask, values, -torch.inf)
 
@@ -110,15 +115,15 @@ def prepare(x: Tensor, mask: Tensor | None) -> Tensor:
 def solve(
     x: Tensor, k: Tensor, split: LabelSplit, labels: FiniteLabels | None = None, marks: Tensor | None = None
 ) -> Solution:
-    """Solve sum sigmoid(x + nu) = k for every row.
+    """Solve sum(sigmoid(x + nu)) = k for every row.
 
-    With a bound in `split`, nu is 0 in rows in which nu = 0 satisfies the bound.
+    If `split.bound` is an inequality, nu is 0 in the rows in which nu = 0 satisfies it.
 
     Args:
         x: (R, n), the entries of this process from `prepare`.
         k: 0-d or (R,).
-        split: the labels of all processes.
-        labels: the labels of this process at finite entries, for their loss.
+        split: the number of labels on every process, and the bound.
+        labels: the labels of this process at finite entries, if their loss is needed.
         marks: (R, c), numbers to sum over all processes in the same round as the survey.
     """
     group, bound = split.group, split.bound
@@ -148,7 +153,7 @@ def solve(
         easy = torch.cat([easy, hard[~wide]]).sort().values
     _iterate(part, state, easy, low, high, estimate, width, group)
     if part.labels is not None:
-        # The labels of rows that were not iterated (in a closed-form gap, or free) are not evaluated yet.
+        # Labels in rows without iterations (free rows, or rows solved in closed form) are not evaluated yet.
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
             own = part.labels.of(rest, x.shape[0])
@@ -197,7 +202,7 @@ def _survey(part: _Part, split: LabelSplit) -> _Survey:
         column + float(labels > 0),
         *local.unbind(-1),
     ]
-    if split.bound != "exactly":  # an extra pass over the entries that only a bound needs
+    if split.bound != "exactly":  # only inequality bounds need this extra pass over the entries
         zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
         message += zero[:, :3].unbind(-1)
     marks = column[:, None][:, :0] if part.marks is None else part.marks
@@ -209,7 +214,7 @@ def _survey(part: _Part, split: LabelSplit) -> _Survey:
     largest, smallest = parts[..., 3].amax(0), parts[..., 4].amin(0)
     hi, lo, here = parts[..., 5], parts[..., 6], parts[..., 8] > 0
     known = here & hi.isfinite()
-    # Roots are stored relative to that of the first process with a finite root.
+    # Roots are stored relative to the root of the first process whose root is finite.
     first = known.to(torch.int8).argmax(0, keepdim=True)
     base = torch.where(known.any(0), hi.gather(0, first).squeeze(0), -(largest / 2 + smallest / 2))
     base = torch.where(base.isfinite(), base, 0)
@@ -293,7 +298,7 @@ def _iterate(
         total, points = add_up(parts[..., :-1]), parts[0, ..., -1]
         up, down, above, dp, dq, d2, d3, d4 = total[..., :_SUMS].unbind(-1)
         r, slope = (up - k) + (down - above), dp + dq
-        # The step from each point to the root of its series, by bitwise reproducible operations.
+        # The step from each point to the root of its series, computed by bitwise reproducible operations.
         step = torch.where(r == 0, 0, -r / slope)
         for _ in range(3):
             value = r + step * (slope + step / 2 * (d2 + step / 3 * (d3 + step / 4 * d4)))
@@ -334,7 +339,7 @@ def _next_points(
     """Return the next points: Newton steps from the points closest to the root, and points between them."""
     up, down, above, dp, dq = total[..., :5].unbind(-1)
     slope = dp + dq
-    # Newton's step on the logarithm of a ratio, as in `_solve/newton.py`; it also works in a gap.
+    # A Newton step on the logarithm of a ratio, as in `_solve/newton.py`, also works in a gap.
     c = up - k
     a, b = down + c.clamp(min=0), above + (-c).clamp(min=0)
     ratio = points + (b.log() - a.log()) / (dp / a + dq / b)
@@ -350,7 +355,7 @@ def _next_points(
 
 
 def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
-    """Compute the sums at nu = base + shift.
+    """Compute sums over the entries of each row at nu = base + shift.
 
     Args:
         x: (R, n), -inf for absent entries.
@@ -391,7 +396,12 @@ def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
 
 
 def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor:
-    """Return (D, R, 5): sums over labels of -c log y, of c (1 - y), and of c times y's derivatives 1 to 3."""
+    """Compute sums over the labels of each row at nu = base + shift.
+
+    Returns:
+        (D, R, 5): the sums of -c * log(y), of c * (1 - y), and of c times the first three derivatives of y,
+        where c is the weight of a label.
+    """
     points, rows = shift.shape
     z = (labels.x.double() + base[labels.row]) + shift[:, labels.row]
     y, not_y = torch.sigmoid(z), torch.sigmoid(-z)

@@ -1,12 +1,13 @@
-"""The entries on both sides of the threshold of a row, and nu in a wide gap between them.
+"""The entries on both sides of a row's threshold, and nu if the gap between them is wide.
 
-`solve.py` needs them for rows whose first interval is wide and for rows without an entry near the threshold.
+`solve.py` needs them for rows whose initial interval is wide and for rows without an entry near the
+threshold.
 
-To select two neighboring ranks, each process sorts its part and proposes 128 of its entries, evenly spaced by
-rank, together with their ranks. The proposals of all processes bound the rank of each proposed entry in the
-whole row, and therefore give a window that contains the wanted entries. Every round shrinks the window by a
-factor of 30 or more, regardless of the values. Once every process can propose all of its entries in the
-window, the result is exact.
+To find the entries at two neighboring ranks, each process sorts its part and proposes 128 of its entries,
+evenly spaced by rank, together with their ranks. The proposals of all processes bound the rank of each
+proposed entry in the whole row, and therefore give a window that contains the two entries. Every round
+shrinks the window by a factor of 30 or more, regardless of the values. Once every process can propose all of
+its entries in the window, the result is exact.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchlml._distributed.group import LabelGroup, add_up
 from torchlml._solve.newton import order_offsets
 
 PROPOSALS = 128
-# Entries that are this close need not be determined exactly, because the iteration does the rest.
+# Two entries this close need not be determined exactly, because the iteration in `solve.py` does the rest.
 _CLOSE = 1.0
 
 
@@ -29,7 +30,7 @@ class Threshold(NamedTuple):
 
     upper: Tensor
     lower: Tensor
-    gap: Tensor  # the distance between them
+    gap: Tensor  # upper - lower
     base: Tensor
     low: Tensor
     high: Tensor
@@ -40,7 +41,7 @@ def find_threshold(x: Tensor, k: Tensor, available: Tensor, group: LabelGroup) -
 
     Args:
         x: (R, n), the part of this process; entries that are not finite are ignored.
-        k, available: (R,), the sum of the finite entries of y, and their number.
+        k, available: (R,), the sum of y over the finite entries, and the number of finite entries.
         group: the processes with the other parts.
     """
     upper, lower = select(x, k.ceil().long(), (k.floor() + 1).long(), group)
@@ -52,8 +53,8 @@ def find_threshold(x: Tensor, k: Tensor, available: Tensor, group: LabelGroup) -
 def solve_gap(x: Tensor, upper: Tensor, lower: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     """Return nu, relative to the middle of a wide gap, and the logarithm of the slope, in one round.
 
-    In a gap, S - k = P e^nu - Q e^-nu to machine precision. The threshold can lie in a gap only if k is an
-    integer, and k entries are then above it.
+    In a gap, S - k = P * e^nu - Q * e^-nu to machine precision. The threshold can lie in a gap only if k is
+    an integer; exactly k entries are then above it.
 
     Args:
         x: (R, n), the part of this process.
@@ -70,16 +71,16 @@ def solve_gap(x: Tensor, upper: Tensor, lower: Tensor, group: LabelGroup) -> tup
 
 
 def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
-    """Find bounds on the entries at two ranks, which are exact or within 1 of each other.
+    """Find bounds on the entries at two ranks; the bounds are exact or within 1 of each other.
 
     Args:
         x: (R, n), the part of this process; entries that are not finite are ignored.
-        upper_rank, lower_rank: (R,), 1 for the largest entry; `lower_rank` is the same or the next one.
+        upper_rank, lower_rank: (R,), 1 for the largest entry; `lower_rank` is `upper_rank` or the next rank.
         group: the processes with the other parts.
 
     Returns:
         (upper, lower): the entry at `upper_rank` is at most `upper`, and the entry at `lower_rank` is at
-        least `lower`. If they are more than 1 apart, they are equal to these entries.
+        least `lower`. If `upper` and `lower` are more than 1 apart, they are equal to these entries.
     """
     x = torch.where(x.isfinite(), x.double(), -torch.inf).sort(-1, descending=True).values
     ascending = -x
@@ -100,8 +101,9 @@ def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup)
 def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tensor:
     """Propose 128 entries of each window, evenly spaced by rank.
 
-    The result (R, 3, 128) contains them, and the number of entries in the window that are > and >= each of
-    them. A window with fewer than 128 entries repeats its last one; an empty window gives -inf, 0 and 0.
+    The result (R, 3, 128) contains these entries and, for each of them, the numbers of entries in the window
+    that are > and >= it. A window with fewer than 128 entries repeats its last entry. An empty window gives
+    -inf, 0 and 0.
     """
     if x.shape[1] == 0:
         nothing = x.new_full((x.shape[0], PROPOSALS), -torch.inf)
@@ -132,7 +134,8 @@ def _limits(proposals: Tensor, upper_rank: Tensor, lower_rank: Tensor) -> tuple[
     ascending = -candidates
     known = known.gather(-1, torch.searchsorted(ascending, ascending, right=True))
     possible = possible.gather(-1, torch.searchsorted(ascending, ascending))
-    # The entry of rank r is at most c if fewer than r are greater than c, and at least c if r are not less.
+    # The entry at rank r is at most c if fewer than r entries are > c, and at least c if at least r entries
+    # are >= c.
     upper_at = ((possible < upper_rank[:, None]).sum(-1, keepdim=True) - 1).clamp(min=0)
     lower_at = (known < lower_rank[:, None]).sum(-1, keepdim=True).clamp(max=candidates.shape[-1] - 1)
     exact = (known.gather(-1, upper_at).squeeze(-1) >= upper_rank) & (

@@ -1,18 +1,18 @@
 """The fast solver in pure PyTorch: a few cheap passes over a matrix, and a certificate for each row.
 
-It stores e = exp(c - x) once, where c is near the threshold, and searches for delta = c + nu. With
+The solver computes e = exp(c - x) once, where c is near the threshold, and searches for delta = c + nu. With
 u = e^delta,
 
     y = sigmoid(x + nu) = u / (u + e),    t = sigmoid(-|x + nu|) = min(u, e) / (u + e),
 
 so no evaluation needs another exponential, and an entry of -inf automatically gives 0. The first steps are
-Halley steps on the log odds of sum y, which are cheap but lose the digits of entries near 1. The following
+Halley steps on the log odds of sum(y), which are cheap but lose the digits of entries near 1. The following
 steps use the signed sum of t described in `newton.residual` and are accurate for every row. A row is
-certified when such a step is short: the second derivative of sum y never exceeds the first, so the remaining
+certified when such a step is short: the second derivative of sum(y) never exceeds the first, so the remaining
 error is about half the square of the step. The caller solves uncertified rows with `newton`.
 
 Every operation here rounds an entry in the same way regardless of its position, and finished rows are not
-changed. The result of a row therefore does not depend on the other rows, bit for bit.
+changed. The result for a row is therefore bitwise independent of the other rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from torch import Tensor
 from torchlml._rows import sum_rows, wide_dtype
 from torchlml._solve.newton import add
 
-# The maximum numbers of steps on the log odds and on the accurate sum, whose evaluation takes three times as
-# many operations. On a GPU, testing for convergence would synchronize, so the numbers of steps are fixed.
+# The maximum numbers of steps on the log odds and on the accurate sum. Evaluating the accurate sum takes
+# three times as many operations as evaluating the log odds. On a GPU, testing for convergence would
+# synchronize, so the numbers of steps are fixed.
 _ROUGH_STEPS, _ACCURATE_STEPS = 6, 12
 _UNSYNCED_ROUGH_STEPS, _UNSYNCED_ACCURATE_STEPS = 4, 3
 # The largest |delta|. At this distance, x - c has a rounding error of 5e-7 in float32.
@@ -49,7 +50,7 @@ _LIMITS = {torch.float32: _Limits(0.12, 5e-4, 1e-20), torch.float64: _Limits(1.5
 
 
 class FastSolution(NamedTuple):
-    """The solution of each row: e, u, the center and delta; valid only in certified rows."""
+    """The solution for each row: e, u, the center c and delta; valid only in certified rows."""
 
     e: Tensor
     u: Tensor
@@ -68,10 +69,10 @@ class FastSolution(NamedTuple):
 
 
 def solve_fast(x: Tensor, k: Tensor) -> FastSolution:
-    """Solve sum sigmoid(x + nu) = k for as many rows of a matrix as a few passes can.
+    """Solve sum(sigmoid(x + nu)) = k for those rows of a matrix that converge within a few passes.
 
     Args:
-        x: (R, n) of float32 or float64, contiguous, -inf for unavailable entries.
+        x: (R, n), float32 or float64, contiguous, with -inf for unavailable entries.
         k: the target sums, 0-d or one per row.
     """
     wide = wide_dtype(x.device)
@@ -131,14 +132,14 @@ def _quantiles(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def _shared_quantiles(k: float, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `_quantiles` of rows that share k and have m = n, cached to save time on short rows."""
+    """Return `_quantiles` for rows that share k and have m = n, cached to save time on short rows."""
     return _quantiles(torch.tensor([k], dtype=dtype), torch.tensor([n], dtype=dtype))
 
 
 def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
     """Find delta to a few digits by Halley's method on log(S / (m - S)), entirely in the dtype of e."""
     # Use tensors, because torch converts Python numbers in each operation, which takes as long as the
-    # operation.
+    # operation itself.
     one, limit = e.new_ones(1), e.new_full((1,), _LIMITS[e.dtype].rough)
     k, m = k.to(e.dtype), m.to(e.dtype)
     delta = e.new_zeros(e.shape[0])
@@ -151,13 +152,13 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
         s = sum_rows(y)
         squares = sum_rows(torch.mul(y, y, out=power))
         cubes = sum_rows(power.mul_(y))
-        # S' = sum w and S'' = sum w (1 - 2 y) with w = y (1 - y).
+        # S' = sum(w) and S'' = sum(w * (1 - 2 * y)), where w = y * (1 - y).
         slope, bend = s - squares, torch.add(s, squares, alpha=-3).add_(cubes, alpha=2)
         rest = m - s
         product = s * rest
         step = (target - (s / rest).log_()).mul_(product).div_(slope * m)
-        # So far, `step` is a Newton step. Halley's correction to it contains half of
-        # f'' / f' = S'' / S' - S' (1 / S - 1 / (m - S)).
+        # So far, `step` is a Newton step on f = log(S / (m - S)). Halley's correction to it contains half of
+        # f'' / f' = S'' / S' - S' * (1 / S - 1 / (m - S)).
         curvature = bend.div_(slope).sub_(slope.mul_(rest.sub_(s)).div_(product))
         step.div_(torch.addcmul(one, curvature, step, value=0.5).clamp_(0.5, 2))
         step = step if moving is None else step.mul_(moving)
@@ -171,7 +172,7 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (delta, certified), by Newton's method on log A - log B (see `newton`).
+    """Compute (delta, certified) by Newton's method on log A - log B (see `newton`).
 
     The last step of each row is a Newton step on the sum itself.
     """
@@ -208,8 +209,7 @@ def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tup
 class _Sums(NamedTuple):
     """The sums over each row that a step needs, in the notation of `newton.residual`.
 
-    They are c, the sum of s t, the sum of t, the sum of w, and the sum of s w, where s is 1 for z < 0 and -1
-    for z > 0.
+    They are c, sum(s * t), sum(t), sum(w) and sum(s * w), where s is 1 for z < 0 and -1 for z > 0.
     """
 
     c: Tensor
@@ -223,7 +223,7 @@ class _Sums(NamedTuple):
         return self.c + self.signed
 
     def log_ratio_step(self) -> Tensor:
-        """Return Newton's step on log A - log B (see `newton`), to be subtracted from nu; 0 if undefined."""
+        """Return the Newton step on log A - log B (see `newton`) to subtract from nu; 0 if undefined."""
         least = 1e-8 * self.total
         a = torch.maximum((self.total + self.signed) / 2, least) + self.c.clamp(min=0)
         b = torch.maximum((self.total - self.signed) / 2, least) - self.c.clamp(max=0)
@@ -236,7 +236,7 @@ def _accurate_sums(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> _Sum
     room, t = scratch.unbind()
     torch.minimum(e, u, out=t).div_(torch.add(e, u, out=room))
     sign = torch.sub(e, u, out=room).sign_()
-    # The number of entries above the threshold; an entry with z = 0 counts half and has sign 0.
+    # The number of entries above the threshold, minus k. An entry with z = 0 has sign 0 and counts as half.
     c = (e.shape[1] - sum_rows(sign).to(k.dtype)) / 2 - k
     signed = sum_rows(sign.mul_(t), k.dtype)
     signed_slope = signed - sum_rows(sign.mul_(t))

@@ -7,15 +7,15 @@ minus t = sigmoid(-|z|), which keeps full relative accuracy:
 
     S - k = c + P - Q,   c = #(z > 0) - k,   P = sum of t where z <= 0,   Q = sum of t where z > 0.
 
-The slope of S is sum w with w = t (1 - t) >= t / 2, so a relative error of 1e-7 in P and Q causes an error of
-at most 2e-7 in nu, for every row.
+The slope of S is sum(w), where w = t * (1 - t) >= t / 2, so a relative error of 1e-7 in P and Q causes an
+error of at most 2e-7 in nu, for every row.
 
-Let A = P + max(c, 0) and B = Q + max(-c, 0). The row sums to k if A = B. Newton's step on log A - log B is
+Let A = P + max(c, 0) and B = Q + max(-c, 0). The row sums to k if A = B. The Newton step on log A - log B is
 
     step = (log B - log A) / (P' / A + Q' / B).
 
 If no entry saturates, B is k and A is S, which is nearly exponential in nu, so the logarithm is nearly
-linear. In a gap between two logits, A and B are exponentials of nu and of -nu, and one step reaches the
+linear. In a gap between two logits, A and B are proportional to e^nu and e^-nu, and one step reaches the
 middle, whereas Newton's method on S itself would advance by 1 per step. If a step would leave the bracket,
 the bracket is halved instead.
 
@@ -33,9 +33,9 @@ from torch import Tensor
 from torchlml._rows import Rows, shifted
 
 # Rows of 10 to 10,000 normally distributed logits take 1 to 6 steps, and the test rows take up to 7. At
-# first, a step that would leave the bracket stops at the bracket's end, which is the root itself for ties and
-# k = 1. After `CUT_STEPS` steps, such a step halves the bracket instead. After `FREE_STEPS` steps, every
-# second step halves it, to bound the worst case.
+# first, a step that would leave the bracket stops at the bracket's end, which is the root itself for tied
+# logits with k = 1. After `CUT_STEPS` steps, such a step halves the bracket instead. After `FREE_STEPS`
+# steps, every second step halves it, to bound the worst case.
 CUT_STEPS = 4
 FREE_STEPS = 10
 MAX_STEPS = 40
@@ -47,17 +47,17 @@ Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # limits a step, given the d
 
 
 def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:
-    """Solve sum sigmoid(x + nu) = k for every row.
+    """Solve sum(sigmoid(x + nu)) = k for every row.
 
     Args:
-        x: the entries in the work dtype, -inf for unavailable ones.
+        x: the entries in the work dtype, with -inf for unavailable entries.
         k: the target sums, 0-d or one per row.
-        m: the number of available entries of each row.
-        ordinary: the rows to solve, those with a finite nu; the results of other rows are meaningless.
+        m: the number of available entries in each row.
+        ordinary: True for the rows to solve, which have a finite nu; other results are meaningless.
         rows: the division of `x` into rows.
 
     Returns:
-        nu as a (2, R) tensor (hi, lo), nu = hi + lo, in the dtype of `x`.
+        nu as a tensor (2, R) that contains (hi, lo), where nu = hi + lo, in the dtype of `x`.
     """
     half_gap, state = begin(x, k, m, ordinary, rows)
     unsynced = x.device.type != "cpu"
@@ -82,7 +82,10 @@ class State(NamedTuple):
 
 
 def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tuple[Tensor, State]:
-    """Return half the gap between the k-th and the next logit, and the initial state, with nu mid-gap."""
+    """Return half the gap between the k-th and the next logit, and the initial state.
+
+    The initial nu places the threshold in the middle of the gap.
+    """
     upper = rows.largest(x, k.ceil().long())
     lower = rows.largest(x, k.floor().long() + 1)
     half_gap = (upper.to(rows.wide) - lower) / 2
@@ -101,7 +104,8 @@ def evaluate(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tu
     scale = torch.where(s.moved.abs() < half_gap, nearest, 0.0)
     r = residual(x, k, s.nu, scale.to(x.dtype), rows)
     error = r.value.abs() / r.slope
-    # z is rounded to about epsilon |z|, so a row can stop improving before it reaches the tolerance.
+    # The rounding error of z is about epsilon * |z|, so a row can stop improving before it reaches the
+    # tolerance.
     stalled = (error >= s.best_error / 2) & (s.best_error <= 16 * epsilon * (1 + nearest))
     # Do not change a settled row, so that its result does not depend on how long other rows take.
     better = (error < s.best_error) & ~s.settled
@@ -111,7 +115,7 @@ def evaluate(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tu
 
 
 def move(s: State, r: Residual, limit: Limit) -> State:
-    """Take Newton's step, as far as `limit` allows."""
+    """Take the Newton step, as far as `limit` allows."""
     # nu itself becomes one end of the bracket.
     below = torch.where(r.value < 0, 0.0, s.below)
     above = torch.where(r.value > 0, 0.0, s.above)
@@ -121,13 +125,13 @@ def move(s: State, r: Residual, limit: Limit) -> State:
 
 
 def cut(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """Return the step, shortened to the end of the bracket if it would leave it."""
+    """Return the step, shortened to stop at the end of the bracket if it would leave the bracket."""
     inside = torch.minimum(torch.maximum(step, -below), above)
     return torch.where(step.isnan(), halve(step, below, above), inside)
 
 
 def keep_inside(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """Return the step, or a step to the middle of the bracket if the step would leave it."""
+    """Return the step, or a step to the middle of the bracket if the given step would leave the bracket."""
     return torch.where((-below < step) & (step < above), step, halve(step, below, above))
 
 
@@ -145,14 +149,14 @@ def _limit(number: int) -> Limit:
 def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     """Return (below, above): the saturation offsets for which the paper's interval provably contains nu.
 
-    Consider a row with m available entries, pi its entries in descending order, and any real 0 < k < m. Then
+    Consider a row with m available entries, which are pi in descending order, and a real 0 < k < m. Then
 
         -pi_{ceil k} - below  <=  nu  <=  -pi_{floor k + 1} + above.
 
     The paper uses 7 for both, a heuristic that fails for zeros(1098) and k = 1097, where nu is
     log(1097) = 7.0003. At the lower end, the entries before rank j = ceil k contribute at most 1 each, and
-    the other m - j + 1 contribute at most sigmoid(-below) each; `below` is such that these bounds sum to k.
-    The upper end is the mirror image. For an integer k the offsets are log(m - k) and log(k).
+    the other m - j + 1 contribute at most sigmoid(-below) each; `below` makes these bounds sum to k. The
+    upper end is the mirror image. For an integer k, the offsets are log(m - k) and log(k).
     """
     rank = k.ceil()
     below = ((m - rank + 1) / (k - rank + 1) - 1).log()
@@ -196,13 +200,13 @@ class Residual(NamedTuple):
 def residual(x: Tensor, k: Tensor, nu: Tensor, scale: Tensor, rows: Rows) -> Residual:
     """Evaluate S - k at `nu` (2, R), with everything multiplied by e^scale.
 
-    In the middle of a gap of 400 between two logits, every t underflows, but the ratio of P and Q still
-    determines nu. `scale` (R,), the distance from the threshold to the nearest entry, keeps them in range.
+    In the middle of a gap of 400 between two logits, every t underflows, but the ratio of P to Q still
+    determines nu. `scale` (R,), the distance from the threshold to the nearest entry, keeps P and Q in range.
     """
     z = shifted(x, nu, rows)
     up = z > 0
-    # e^scale e^-|z|. No entry is nearer than `scale`, so the exponent is at most 0. However, rounding may
-    # move a z of 1e20 nearer by thousands. To avoid overflow, the exponent is clamped to 1.
+    # e^(scale - |z|). No entry is nearer than `scale`, so the exponent is at most 0. However, rounding may
+    # reduce a |z| of 1e20 by thousands. To avoid overflow, the exponent is clamped to 1.
     e = torch.exp((rows.broadcast(scale) - z.abs()).clamp(max=1))
     shrink = rows.broadcast(torch.exp(-scale))
     t = e / (1 + e * shrink)

@@ -1,4 +1,4 @@
-"""The operators in pure PyTorch, accurate for every row: for tests, and for rows that `fast.py` cannot solve.
+"""Accurate operators in pure PyTorch, for tests and for rows that `fast.py` cannot solve.
 
 The arguments have a canonical form, which is the same for every operator and every kernel:
 
@@ -42,10 +42,10 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
 def backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
-    """Return (dx, dk) of `forward`: dx = w (g - dk), dk = (w.g) / sum w, w = y (1 - y)."""
+    """Return (dx, dk) for `forward`: dx = w * (g - dk), dk = sum(w * g) / sum(w), w = y * (1 - y)."""
     g, values, rows, live = _begin_backward(grad, x, nu, mask, offsets)
     t = sigmoid(-shifted(values, nu, rows).abs())
-    # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but not on any finite x.
+    # If k < p, the +inf entries get k/p each. They depend on k as tied entries do, but not on any finite x.
     tied = (values == torch.inf) & (y > 0) & (y < 1) & rows.broadcast(nu[0].isinf())
     w = torch.where(live, t * (1 - t), tied.to(t.dtype))
     total = rows.sum(w)
@@ -57,13 +57,16 @@ def backward(
 def log_backward(
     grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
-    """Return (dx, dk) of `log_forward`: a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
+    """Return (dx, dk) for `log_forward`.
+
+    With a = g * (1 - y), dx = a - (w / sum(w)) * sum(a) and dk = sum(a) / sum(w).
+    """
     g, values, rows, live = _begin_backward(grad, x, nu, mask, offsets)
     a = torch.where(live, g * sigmoid(-shifted(values, nu, rows)), 0)
     total_a = rows.sum(a)
     share, slope = shares_of_slope(values, nu, live, rows)
     dx = torch.where(live, a - share * rows.broadcast(total_a.to(a.dtype)), 0)
-    # If k < p, the +inf entries get k/p each, whose logarithm has the derivative 1/k = 1 / (p y).
+    # If k < p, log y = log(k/p) at each +inf entry. Its derivative with respect to k is 1/k = 1 / (p * y).
     tied = (values == torch.inf) & (log_y < 0) & log_y.isfinite() & rows.broadcast(nu[0].isinf())
     tied_dk = rows.sum(torch.where(tied, g * torch.exp(-log_y.to(g.dtype)), 0)) / rows.sum(tied).clamp(min=1)
     dk = torch.where(nu[0].isinf(), tied_dk, torch.where(total_a == 0, 0, total_a / slope))
@@ -71,7 +74,7 @@ def log_backward(
 
 
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """Return (dx, dk) of nu itself: dx = -g w / sum w, dk = g / sum w."""
+    """Return (dx, dk) for nu itself: dx = -g * w / sum(w), dk = g / sum(w)."""
     values, rows = prepare(x, mask, offsets)
     live = moving(values, nu, rows)
     share, slope = shares_of_slope(values, nu, live, rows)
@@ -89,7 +92,7 @@ def _begin_backward(
 
 
 def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
-    """Return the entries in the work dtype, -inf if masked, and the rows they form."""
+    """Return the entries in the work dtype, with masked entries set to -inf, and the rows they form."""
     values = x.to(work_dtype(x.dtype))
     if mask is not None:
         values = torch.where(mask, values, -torch.inf)
@@ -97,14 +100,14 @@ def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Ten
 
 
 def sigmoid(z: Tensor) -> Tensor:
-    """Compute the logistic function; the result does not depend on an entry's position, bit for bit."""
-    # The rounding of torch.sigmoid depends on the position in memory; that of torch.exp does not.
+    """Compute the logistic function; the result is bitwise independent of an entry's position in memory."""
+    # The rounding of torch.sigmoid depends on the position in memory, but that of torch.exp does not.
     e = torch.exp(-z.abs())
     return torch.where(z > 0, 1, e) / (1 + e)
 
 
 def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
-    """Compute nu of prepared rows: with `solver` for ordinary rows, and infinite or NaN for all others."""
+    """Compute nu for prepared rows. `solver` handles ordinary rows; all others get an infinite nu or NaN."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
     undefined = (rows.sum(x.isnan()) > 0) | k.isnan()
@@ -120,7 +123,7 @@ def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
 def project(
     x: Tensor, k: Tensor, values: Tensor, rows: Rows, solver: _Function, log_sigmoid: _Function | None = None
 ) -> Pair:
-    """Return (y, nu) of prepared values, or (log y, nu) if `log_sigmoid` is given."""
+    """Return (y, nu) for prepared values, or (log y, nu) if `log_sigmoid` is given."""
     nu = solve_rows(values, k, rows, solver)
     z, absent, share = shifted(values, nu, rows), 0.0, infinite_share(values, k, nu, rows)
     if log_sigmoid is not None:
@@ -129,25 +132,25 @@ def project(
 
 
 def infinite_share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """Return the value of each +inf entry of a row: 1, or k/p if there are p >= k of them."""
+    """Return y at the +inf entries of each row: k/p if there are p >= k such entries, and 1 otherwise."""
     share = (k / rows.sum(x == torch.inf)).clamp(0, 1)
     return torch.where(nu[0] == -torch.inf, share, 1).to(x.dtype)
 
 
 def fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: Tensor) -> Tensor:
-    """Fill in the limits where the formula does not apply: infinite and absent entries, undefined rows."""
+    """Replace y where the formula does not apply: at infinite and absent entries, and in undefined rows."""
     y = torch.where(x == torch.inf, rows.broadcast(infinite), y)
     y = torch.where(x == -torch.inf, absent, y)
     return torch.where(rows.broadcast(nu[0].isnan()), torch.nan, y)
 
 
 def moving(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """Return a mask of the entries that vary with x and k: finite entries of rows with a finite nu."""
+    """Return a mask of the entries that vary with x and k: finite entries in rows with a finite nu."""
     return x.isfinite() & rows.broadcast(nu[0].isfinite())
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
-    """Return (w / sum w, sum w); the first is a softmax of log w, accurate even if every w underflows."""
+    """Return (w / sum(w), sum(w)); the first is a softmax of log w, accurate even if every w underflows."""
     z = shifted(x, nu, rows)
     log_w = torch.where(live, logsigmoid(z) + logsigmoid(-z), -torch.inf)
     largest = rows.max(log_w)
@@ -158,7 +161,7 @@ def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
 
 
 def finish(dx: Tensor, dk: Tensor, x: Tensor, nu: Tensor, rows: Rows) -> Pair:
-    """Set undefined rows to NaN, and round each gradient to its dtype."""
+    """Set the gradients of undefined rows to NaN, and cast each gradient to its final dtype."""
     undefined = nu[0].isnan()
     dx = torch.where(rows.broadcast(undefined), torch.nan, dx)
     return dx.to(x.dtype), torch.where(undefined, torch.nan, dk).to(rows.wide)

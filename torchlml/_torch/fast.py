@@ -5,18 +5,19 @@ certificate, which include all special rows, are computed by the careful operato
 arguments are those of `careful.py`.
 
 On a GPU, each call synchronizes once to find out whether there are rows without a certificate. During the
-capture of a CUDA graph no synchronization is possible, so the careful operators compute all rows.
+capture of a CUDA graph, no synchronization is possible, so the careful operators compute all rows.
 
-The operators of the LML loss also take, as `*labels`,
+The LML loss operators also take, as `*labels`,
 
 - labels: int64 (R, L), the observed classes of each row; or, with `offsets`, int64 (P,), positions into x,
   where row i has `labels[starts[i]:starts[i + 1]]`; or a bool tensor with the shape of x, True for observed
   labels. Negative indices are padding, and no label occurs twice.
-- starts: int64 (R + 1,), from 0 to P, for positions; otherwise None.
+- starts: int64 (R + 1,), from 0 to P, if `labels` contains positions; otherwise None.
 - weight: the weight of each label, in the work dtype and the shape of `labels`; None if all weights are 1.
 
-A label outside its row makes that row NaN; only the CPU checks for it. A row whose labels all have weight 0
-has loss 0 and a zero gradient, even if it contains a NaN.
+A label outside its row makes that row NaN. (`_targets.py` rejects such a label only if it can read the labels
+without synchronizing.) A row whose labels all have weight 0 has loss 0 and a zero gradient, even if it
+contains a NaN.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from torchlml._torch.careful import Pair
 
 # Ragged rows are padded to a power of two of at least this size, so that rounding depends only on the length.
 _SHORTEST = 16
-# Below this sum of w, the shares w / sum w have lost digits to underflow.
+# Below this sum of w, the shares w / sum(w) have lost digits to underflow.
 _LEAST_SLOPE = {torch.float32: 1e-20, torch.float64: 1e-200}
 _sum = partial(sum_rows, dtype=torch.float64)
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute nu of every row."""
+    """Compute nu for every row."""
     return _project(x, k, mask, offsets, None, lambda *rows: (rows[0], careful.solve(*rows)))[1]
 
 
@@ -62,17 +63,17 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
 
 
 def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """Return (dx, dk) of `forward`."""
+    """Return (dx, dk) for `forward`."""
     return _differentiate(_gradient, careful.backward, grad, x, y, nu, *rows)
 
 
 def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """Return (dx, dk) of `log_forward`."""
+    """Return (dx, dk) for `log_forward`."""
     return _differentiate(_log_gradient, careful.log_backward, grad, x, log_y, nu, *rows)
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
-    """Return (w / sum w, sum w) like `careful.shares_of_slope`, with logarithms only where w underflows."""
+    """Return the same as `careful.shares_of_slope`, using logarithms only in rows where w underflows."""
     if rows.count == 0 or not isinstance(rows, DenseRows) or not on_host(x):
         return careful.shares_of_slope(x, nu, live, rows)
     e = _shifted(x, nu).abs_().neg_().exp_()
@@ -95,7 +96,7 @@ def _project(
     result: Callable[[Tensor, FastSolution, Tensor], Tensor] | None,
     fallback: Callable[..., Pair],
 ) -> Pair:
-    """Return (`result` of every row, nu). Without `result`, return (x, nu), where x must not be modified."""
+    """Return (`result` for every row, nu). Without `result`, return (x, nu); do not modify this x."""
     if x.device.type == "cpu":
         loader.warn_of_absence()
     if _needs_careful(x, offsets):
@@ -137,7 +138,7 @@ def _differentiate(
     mask: Tensor | None,
     offsets: Tensor | None,
 ) -> Pair:
-    """Return (dx, dk) of every row."""
+    """Return (dx, dk) for every row."""
     # Padding ragged rows takes longer than the careful operator, and on a GPU it would synchronize.
     if x.numel() == 0 or offsets is not None or not on_host(x):
         return fallback(grad, x, y, nu, mask, offsets)
@@ -152,7 +153,7 @@ def _differentiate(
 
 
 def _gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dx, dk, certified): dx = w (g - dk), dk = (w.g) / sum w."""
+    """Return (dx, dk, certified), where dx = w * (g - dk) and dk = sum(w * g) / sum(w)."""
     e = _shifted(x, nu).abs_().neg_().exp_()
     scratch = torch.add(e, 1)
     w = e.div_(scratch).div_(scratch)
@@ -163,7 +164,10 @@ def _gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _log_gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dx, dk, certified): with a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
+    """Return (dx, dk, certified).
+
+    With a = g * (1 - y), dx = a - (w / sum(w)) * sum(a) and dk = sum(a) / sum(w).
+    """
     z = _shifted(x, nu)
     e = torch.abs(z).neg_().exp_()
     one = torch.add(e, 1)
@@ -173,13 +177,14 @@ def _log_gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Ten
     total, total_a = _sum(w), _sum(a)
     dk = total_a / total
     a.sub_(w.mul_(dk.to(w.dtype).unsqueeze(-1)))
-    # Entries of -inf would have to be excluded from a. Rows that contain such entries have an infinite sum.
+    # Do not certify rows with entries of -inf, which would have to be excluded from `a`. The sum of x over
+    # such a row is infinite.
     good = (total > _LEAST_SLOPE[x.dtype]) & dk.isfinite() & _sum(x).isfinite()
     return a, dk, good
 
 
 def _shifted(x: Tensor, nu: Tensor) -> Tensor:
-    """Return z = (x + hi) + lo of dense rows, as a new tensor."""
+    """Return z = (x + hi) + lo for dense rows, as a new tensor."""
     return torch.add(x, nu[0].unsqueeze(-1)).add_(nu[1].unsqueeze(-1))
 
 
@@ -189,7 +194,7 @@ def _values(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _needs_careful(x: Tensor, offsets: Tensor | None) -> bool:
-    """Whether to use the careful operators: there is nothing to solve, or synchronizing is not allowed."""
+    """Whether to use the careful operators: if x is empty or, on a GPU, for ragged rows or in a capture."""
     if on_host(x):
         return x.numel() == 0
     capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -238,7 +243,7 @@ def _unpad(groups: list[_Group], padded: list[Tensor], offsets: Tensor, entries:
 
 
 class _Some:
-    """A selection of the rows of a matrix or of a ragged vector."""
+    """A selection of rows from a matrix or from a ragged vector."""
 
     def __init__(self, x: Tensor, offsets: Tensor | None, rows: Tensor) -> None:
         self._place = rows
@@ -269,8 +274,8 @@ class _Observed(NamedTuple):
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
     """Return (losses, nu).
 
-    `losses[0]` contains the loss -sum c log y of each row, where c is the weight of a label. `losses[1]` is 1
-    for rows with a label and 0 for other rows.
+    `losses[0]` contains the loss of each row, -sum(c * log(y)), where c is the weight of a label. `losses[1]`
+    is 1 for rows with a label and 0 for other rows.
     """
     nu = solve(x, k, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
@@ -285,11 +290,11 @@ def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | No
 def loss_backward(
     grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
 ) -> Pair:
-    """Return (dx, dk) of `loss_forward` for a gradient g of shape () or (R,).
+    """Return (dx, dk) for `loss_forward`, given a gradient g of shape () or (R,).
 
-    With A = sum c (1 - y) over the labels of a row,
+    With A = sum(c * (1 - y)) over the labels of a row,
 
-        dx_i = g (A w_i / sum w - c_i (1 - y_i)),    dk = -g A / sum w.
+        dx_i = g * (A * w_i / sum(w) - c_i * (1 - y_i)),    dk = -g * A / sum(w).
     """
     values, rows = careful.prepare(x, mask, offsets)
     if x.numel() == 0:
@@ -304,7 +309,7 @@ def loss_backward(
     dx = torch.where(live, share * rows.broadcast(change.to(share.dtype)), 0)
     own = own * (grad if grad.dim() == 0 else at.rows.broadcast(grad))
     dx = dx - own if at.place is None else dx.scatter_add(-1, at.place, -own)
-    # If k < p, the +inf entries get k/p each, whose logarithm has the derivative 1/k.
+    # If k < p, log y = log(k/p) at each +inf entry. Its derivative with respect to k is 1/k.
     tied = at.rows.sum(torch.where(at.entries == torch.inf, at.c, 0))
     follows_k = (nu[0] == -torch.inf) & (k > 0) & (k < rows.sum(values == torch.inf)) & (tied != 0)
     dk = torch.where(nu[0].isinf() | (change == 0), 0, -change / slope)

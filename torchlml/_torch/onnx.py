@@ -29,12 +29,12 @@ class OnnxRows(DenseRows):
         return (t.to(self.wide) @ ones).squeeze(-1)
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
-        """Return the `rank`-th largest entry of each row, or the smallest if there are fewer."""
+        """Return the `rank`-th largest entry of each row, or the smallest if the row has fewer entries."""
         return super().largest(x, torch.as_tensor(rank).expand(self.count))
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute nu of every row."""
+    """Compute nu for every row."""
     values, rows = _prepare(x, mask, offsets)
     return careful.solve_rows(values, k, rows, _newton)
 
@@ -52,7 +52,7 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
 def _logsigmoid(z: Tensor) -> Tensor:
     """Compute log(sigmoid(z)). The exporter's version of torch's `logsigmoid` is -inf at z = -104."""
     e = torch.exp(-z.abs())
-    # log(1 + e): ONNX has no log1p, and the quotient compensates for the rounding of 1 + e.
+    # Compute log(1 + e). ONNX has no log1p; the quotient compensates for the rounding of 1 + e.
     more = 1 + e
     log = torch.where(more == 1, e, more.log() * (e / (more - 1)))
     return z.clamp(max=0) - log
@@ -98,7 +98,7 @@ def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Te
 
 
 # The loop carries vectors instead of pairs (2, R): torch would pass the stride of a pair to the loop body as
-# an additional input, which a loop in ONNX does not have.
+# an additional input, which an ONNX loop does not support.
 def _parts(s: State) -> tuple[Tensor, ...]:
     return (s.nu[0].clone(), s.nu[1].clone(), *s[1:4], s.best[0].clone(), s.best[1].clone(), *s[5:])
 

@@ -15,8 +15,8 @@ from torch import Tensor
 LARGEST_BLOCK = 8192
 _STREAMED = 4096
 _SMALLEST_BLOCK = 32
-# The number of threads for each block size. With these numbers, the compiled kernels spill no registers on
-# sm_80, sm_90 and sm_100.
+# The number of threads for each block size. With these numbers, the compiled kernels do not spill registers
+# on sm_80, sm_90 and sm_100.
 _THREADS = {32: 32, 64: 32, 128: 32, 256: 64, 512: 128, 1024: 256, 2048: 512, 4096: 1024, 8192: 512}
 _THREADS_PACKED = {**_THREADS, 2048: 256}
 # Rows at least this long are split if there are too few of them to occupy the GPU.
@@ -52,7 +52,7 @@ class Launch(NamedTuple):
 
     @property
     def block(self) -> dict[str, int]:
-        """The launch settings of a kernel that reads rows in blocks."""
+        """The launch settings for a kernel that reads rows in blocks."""
         return {"BLOCK": self.plan.block, "num_warps": self.plan.warps}
 
 
@@ -62,12 +62,12 @@ def stride_of(per_row: Tensor) -> int:
 
 
 def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32) -> Plan:
-    """Choose the layout for `rows` rows of `length` entries (the average if ragged) on a GPU.
+    """Choose the launch settings for `rows` rows of `length` entries (on average, if ragged) on a GPU.
 
         >>> plan(256, 1000, False, 108)
         Plan(block=1024, warps=8, loop=False, splits=1)
 
-    `processors` is the number of multiprocessors of the GPU, and `lanes` is the number of threads in a warp.
+    `processors` is the number of multiprocessors on the GPU, and `lanes` is the number of threads in a warp.
     """
     if length >= _SPLIT_LENGTH and rows < processors:
         splits = min(_power_of_two(-(-4 * processors // max(rows, 1))), _power_of_two(length // _STREAMED))

@@ -1,11 +1,11 @@
-"""Kernels for y, log y, nu and their derivatives: one program per row, which is read once and kept on chip.
+"""Kernels for y, log y, nu and their derivatives. Each program reads one row once and keeps it on chip.
 
 If a row is longer than its block, its first block stays on chip, and the rest is streamed once per step. With
-w = sigmoid(z) sigmoid(-z) and p = w / sum w, the derivatives are
+w = sigmoid(z) * sigmoid(-z) and p = w / sum(w), the derivatives are
 
-    of y:      dx = w (g - dk),             dk = sum p g
-    of log y:  dx = a - p sum a,            dk = sum a / sum w,    a = g sigmoid(-z)
-    of nu:     dx = -g p,                   dk = g / sum w
+    of y:      dx = w * (g - dk),           dk = sum(p * g)
+    of log y:  dx = a - p * sum(a),         dk = sum(a) / sum(w),    a = g * sigmoid(-z)
+    of nu:     dx = -g * p,                 dk = g / sum(w)
 
 To be accurate even if every w underflows, sums of w are multiplied by e^nearest, where `nearest` is the
 distance from the threshold to the nearest entry.
@@ -31,7 +31,7 @@ def forward_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, y_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Compute nu of row program_id(0) and, if `y_ptr` is given, its y or log y."""
+    """Compute nu for row program_id(0) and, if `y_ptr` is given, y or log y."""
     _, where, x, hi, lo, share = solve_row(
         x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
     )
@@ -58,7 +58,7 @@ def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constex
 
 @triton.jit
 def slope_block(x, g, hi, lo, OF: tl.constexpr):
-    """Return (nearest, sum w, sum w g or sum a) of a block; sums of w are multiplied by e^nearest."""
+    """Return (nearest, sum(w), sum(w * g) or sum(a)) for a block; sums of w are multiplied by e^nearest."""
     z = (x + hi) + lo
     live = tl.abs(x) < float("inf")
     distance = tl.where(live, tl.abs(z), float("inf"))
@@ -97,7 +97,7 @@ def slope(
 
 @triton.jit
 def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
-    """Return dk of a row from its sums; it is 0 or NaN if nu is not finite."""
+    """Compute dk for a row from its sums; it is 0 or NaN if nu is not finite."""
     if OF == _OF_NU:
         dk = given / slope.to(tl.float32)
     else:
@@ -113,13 +113,13 @@ def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
 def write_dk(
     dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, slope, dot, given, BLOCK: tl.constexpr, OF: tl.constexpr
 ):
-    """Write dk of a row. If p > k entries are +inf, each gets k/p, which depends on k but not on x."""
+    """Write dk for a row. If p > k entries are +inf, each gets k/p, which depends on k but not on x."""
     dk = gradient_of_k(nearest, slope, dot, hi, given, OF)
     if OF != _OF_NU:
         _, _, start, length = where
         total = tl.zeros([], tl.float64)
         count = tl.zeros([], tl.int32)
-        # The loop is empty for all other rows.
+        # The loop is empty for rows in which nu is not -inf.
         for at in range(0, tl.where(hi == float("-inf"), length, 0), BLOCK):
             x = read(where, at, BLOCK)
             g = read_gradient(grad_ptr, x, where, at, BLOCK, OF)
@@ -138,7 +138,7 @@ def write_dk(
 
 @triton.jit
 def gradient(x, g, hi, lo, nearest, slope, dot, given, OF: tl.constexpr):
-    """Compute dx of a block."""
+    """Compute dx for a block."""
     z = (x + hi) + lo
     # True for the finite entries of rows with a finite nu.
     live = tl.abs(x) < tl.where(tl.abs(hi) < float("inf"), float("inf"), 0.0)
@@ -162,7 +162,7 @@ def backward_kernel(
     grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, dx_ptr, dk_ptr, rows, n, size,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and dk of row program_id(0)."""
+    """Compute dx and dk for row program_id(0)."""
     row, _, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     x = read(where, 0, BLOCK)
     g = read_gradient(grad_ptr, x, where, 0, BLOCK, OF)
@@ -180,7 +180,7 @@ def backward_kernel(
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Fill `nu`. Unless `y` is None, also fill it with y or log y."""
+    """Fill `nu`. Unless `y` is None, also fill `y` with y or log y."""
     with torch.cuda.device_of(to.x):
         forward_kernel[to.sizes[:1]](
             to.x, k, to.mask, to.offsets, y, to.nu, *to.sizes, stride_of(k),

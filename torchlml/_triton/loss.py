@@ -1,15 +1,15 @@
 """Kernels for the LML loss and its derivatives: one program per row, which solves the row on chip.
 
-Let c be the weight of a label, A = sum c (1 - y) over the labels of a row, and p = w / sum w. Then
+Let c be the weight of a label, A = sum(c * (1 - y)) over the labels of a row, and p = w / sum(w). Then
 
-    loss = -sum c log y,    dx_i = g (A p_i - c_i (1 - y_i)),    dk = -g A / sum w.
+    loss = -sum(c * log(y)),    dx_i = g * (A * p_i - c_i * (1 - y_i)),    dk = -g * A / sum(w).
 
-The first term of dx, and dk, are the derivatives of nu for a gradient of -g A. If there are only a few, very
-long rows, each row is split among several programs, as in `split.py`, and every program reads its own blocks
-and labels. Otherwise, a single program processes each row, with `split` = 0 and SPLITS = 1.
+The first term of dx, and dk, are the derivatives of nu for a gradient of -g * A. If there are only a few,
+very long rows, each row is split among several programs, as in `split.py`, and every program reads its own
+blocks and labels. Otherwise, a single program processes each row, with `split` = 0 and SPLITS = 1.
 
 Labels are lists of positions in the row, read LABELS at a time, or, with LABELS = 0, one bool per entry.
-`labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), and `where` is the row as in `row.py`. Device
+`labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), and `where` describes a row as in `row.py`. Device
 functions read the labels of a row and compute sums over them; they are inlined into the kernels below.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
@@ -53,7 +53,7 @@ class Labels(NamedTuple):
 
 @triton.jit
 def find_labels(row, where, labels):
-    """Return (first, count, base): the start and length of the list of a row, and the offset of its labels.
+    """Return (first, count, base): the start and length of a row's list of labels, and their offset.
 
     A label minus `base` is a position in the row.
     """
@@ -106,7 +106,7 @@ def read_observed(where, labels, at, BLOCK: tl.constexpr):
 
 @triton.jit
 def own(x, c, hi, lo):
-    """Return c (1 - y) of each entry, or 0 if the entry or nu is infinite."""
+    """Return c * (1 - y) for each entry, or 0 if the entry or nu is infinite."""
     z = (x + hi) + lo
     e = tl.exp(-tl.abs(z))
     share = tl.where(z > 0, e, 1.0) / (1.0 + e)
@@ -116,7 +116,7 @@ def own(x, c, hi, lo):
 
 @triton.jit
 def label_block(x, c, is_label, hi, lo, share):
-    """Return (loss, sum c (1 - y), sum of c at +inf, number of labels, number with nonzero weight)."""
+    """Return (loss, sum(c * (1 - y)), sum of c at +inf, number of labels, number with nonzero weight)."""
     counts = c != 0
     loss = tl.sum(tl.where(counts, -c * probability(x, hi, lo, share, True), 0.0), 0).to(tl.float64)
     push = tl.sum(own(x, c, hi, lo), 0).to(tl.float64)
@@ -154,11 +154,11 @@ def label_sums(
 
 @triton.jit
 def write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK: tl.constexpr):
-    """Write dk of a row. If p > k entries are +inf, their log y is log(k/p), whose derivative is 1/k."""
+    """Write dk for a row. If p > k entries are +inf, their log y is log(k/p), with derivative 1/k."""
     dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
     k = tl.load(k_ptr + row * k_stride)
     p = tl.zeros([], tl.int32)
-    # The loop is empty for all other rows.
+    # The loop is empty unless nu is -inf and a label is at an entry of +inf.
     for at in range(0, tl.where((hi == float("-inf")) & (tied != 0), where[LENGTH], 0), BLOCK):
         p += tl.sum((read(where, at, BLOCK) == float("inf")).to(tl.int32), 0)
     of_tied = -g * tied.to(tl.float32) / tl.maximum(k.to(tl.float32), 1e-37)
@@ -170,7 +170,7 @@ def write_gradient(
     x, dx_ptr, where, labels, row, split, g, given, hi, lo, nearest, total,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of the blocks that belong to a program; `x` is the first of them, which is already on chip."""
+    """Write dx for the blocks of a program; `x` is the first of them, which is already on chip."""
     dx = gradient(x, x, hi, lo, nearest, total, total, given, _OF_NU)
     if LABELS == 0:
         c, _ = read_observed(where, labels, split * BLOCK, BLOCK)
@@ -202,7 +202,7 @@ def loss_forward_kernel(
     rows, n, size, k_stride, per_row,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute nu and the loss of row program_id(0), and whether it has a label."""
+    """Compute nu and the loss for row program_id(0), and whether the row has a label."""
     row, where, x, hi, lo, share = solve_row(
         x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
     )
@@ -218,7 +218,7 @@ def loss_backward_kernel(
     rows, n, size, k_stride, grad_stride, per_row,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and dk of row program_id(0)."""
+    """Compute dx and dk for row program_id(0)."""
     row, _, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     x = read(where, 0, BLOCK)
     nearest, total, _ = slope(x, x, where, grad_ptr, BLOCK, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU)
@@ -286,7 +286,7 @@ def split_gradient_kernel(
     dx_ptr, dk_ptr, rows, n, size, k_stride, grad_stride, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and dk. Every program adds the few partial sums of its row, and the first one writes dk."""
+    """Compute dx and dk. Every program adds up the few partial sums of its row, and the first writes dk."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     g = tl.load(grad_ptr + row * grad_stride)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
@@ -294,7 +294,7 @@ def split_gradient_kernel(
     nearest = tl.min(nearests, 0)
     total = tl.sum(tl.load(part + 1) * tl.exp(nearest - nearests), 0)
     push, tied = tl.sum(tl.load(part + 2), 0), tl.sum(tl.load(part + 3), 0)
-    # As above, the gradient is 0 if all labels have weight 0.
+    # As in `loss_backward_kernel`, the gradient is 0 if all labels have weight 0.
     hi = tl.where(tl.sum(tl.load(part + 4), 0) > 0, hi, float("-inf"))
     given = -g * push.to(tl.float32)
     if split == 0:

@@ -1,6 +1,6 @@
 """Triton implementations of the operators: allocate the results, choose the layout, and launch the kernels.
 
-The arguments are those of `_torch/careful.py`, with x of float32, bfloat16 or float16. Nothing here
+The arguments are those of `_torch/careful.py`, with x in float32, bfloat16 or float16. Nothing here
 synchronizes the device, so everything can be captured in a CUDA graph.
 """
 
@@ -23,7 +23,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute nu of every row."""
+    """Compute nu for every row."""
     return _solve(x, k, mask, offsets, None, log=False)
 
 
@@ -40,22 +40,22 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
 
 
 def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """Return (dx, dk) of `forward`."""
+    """Return (dx, dk) for `forward`."""
     return _differentiate(triton_layer.OF_Y, grad, x, y, nu, *rows)
 
 
 def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """Return (dx, dk) of `log_forward`."""
+    """Return (dx, dk) for `log_forward`."""
     return _differentiate(triton_layer.OF_LOG_Y, grad, x, log_y, nu, *rows)
 
 
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """Return (dx, dk) of nu itself."""
+    """Return (dx, dk) for nu itself."""
     return _differentiate(triton_layer.OF_NU, grad, x, None, nu, *rows)
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
-    """Return (losses, nu); `losses` (2, R) contains the loss of each row, and whether it has a label."""
+    """Return (losses, nu); `losses` (2, R) contains each row's loss, and whether the row has a label."""
     loss, nu = empty_nu(x, offsets), empty_nu(x, offsets)
     if nu.shape[1] > 0:
         triton_loss.launch_forward(_launch(x, nu, mask, offsets), on_device_of(k, x), Labels(*labels), loss)
@@ -65,7 +65,7 @@ def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | No
 def loss_backward(
     grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
 ) -> Pair:
-    """Return (dx, dk) of `loss_forward`."""
+    """Return (dx, dk) for `loss_forward`."""
     dx, dk = empty_gradients(x, nu)
     if nu.shape[1] > 0:
         to = _launch(x, nu, mask, offsets)
@@ -74,7 +74,7 @@ def loss_backward(
 
 
 def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
-    """Return the plan for these rows on the device of `x`."""
+    """Return the plan for `x`, which contains `rows` rows, on its device."""
     length = x.shape[-1] if offsets is None else -(-x.shape[-1] // max(rows, 1))
     return plan(rows, length, offsets is not None, *_device(x.device))
 
@@ -91,7 +91,7 @@ def _launch(x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) 
 def _solve(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, y: Tensor | None, *, log: bool
 ) -> Tensor:
-    """Return nu. Unless `y` is None, also fill it with y or log y."""
+    """Return nu. Unless `y` is None, also fill `y` with y or log y."""
     nu = empty_nu(x, offsets)
     if nu.shape[1] > 0:
         to = _launch(x, nu, mask, offsets)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# If the nearest entry on one side of the threshold is farther away than this, the sums of that side are
+# If the nearest entry on one side of the threshold is farther away than this, the sums over that side are
 # multiplied by e^distance to avoid underflow. At this distance, 1 + e^-32 rounds to 1, so sigmoid(-|z|) is
 # e^-|z|.
 _FAR = tl.constexpr(32.0)
 _LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units are added to it
-# After a Newton step s, the error is below 4 s^2, because |S''| <= S'. The remaining error is at most 4e-8.
+# After a Newton step s, the error is below 4 * s^2, because |S''| <= S'. After the last step, it is at most
+# 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
 _ROUNDING = tl.constexpr(5e-7)  # relative rounding error of z, which dominates in a gap of 1e20
 # At first, a step that would leave the bracket stops at its end. After `_CUT_STEPS` steps, such a step
@@ -46,7 +47,7 @@ def locate(row, x_ptr, mask_ptr, offsets_ptr, n, size):
 
 @triton.jit
 def locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size):
-    """Return (row, split, where, hi, lo) of a program whose row is solved; split is 0 for unsplit rows."""
+    """Return (row, split, where, hi, lo) for a program whose row is solved; split is 0 for unsplit rows."""
     row, split = tl.program_id(0), tl.program_id(1)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     return row, split, where, tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
@@ -82,7 +83,7 @@ def write(pointer, values, where, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def survey_block(x, side):
-    """Compute statistics for the first step: the number of each kind of entry, and logsumexp(side * x)."""
+    """Compute statistics for the first step: entry counts by kind, extremes, and logsumexp(side * x)."""
     finite = tl.abs(x) < float("inf")
     undefined = tl.sum((x != x).to(tl.int32), 0)
     m = tl.sum((x != float("-inf")).to(tl.int32), 0)
@@ -117,9 +118,9 @@ def shrink(old, new):
 
 @triton.jit
 def begin(k, found, side):
-    """Return (hi, lo, lower, upper, number, share): the initial state, or the result of a special row.
+    """Return (hi, lo, lower, upper, number, share): the initial state, or the result for a special row.
 
-    `number` counts the steps, and `share` is the y of +inf entries. The bracket is
+    `number` counts the steps, and `share` is y at +inf entries. The bracket is
     `logit(k/m) - max x <= nu <= logit(k/m) - min x`. The initial nu is `log k - LSE(x)`, or its mirror image
     `LSE(-x) - log(m - k)` for side = -1. Each entry of +inf gets 1 and reduces k by 1.
     """
@@ -136,7 +137,7 @@ def begin(k, found, side):
     few = tl.log(wanted) - log_total
     many = log_total - tl.log(rest)
     hi, lo = two_sum(tl.where(side > 0, -largest, -smallest), tl.where(side > 0, few, many))
-    # The bracket is computed in float32: widen it slightly so that it is valid despite rounding.
+    # The bracket is computed in float32, so widen it slightly to keep it valid despite rounding.
     lower -= 1e-6 * tl.abs(lower) + 1e-6
     upper += 1e-6 * tl.abs(upper) + 1e-6
     special = tl.where((k > 0) & (k >= m), float("inf"), float("-inf"))
@@ -158,8 +159,8 @@ def _far(distance):
 def evaluate_block(x, hi, lo):
     """Return the contribution of a block to S - k: (count, below, above, P, Q, P', Q').
 
-    `count` entries are above the threshold. Q and Q' are their sums of t = sigmoid(-|z|) and w = t (1 - t),
-    times e^above. P and P' are the sums over the other entries, times e^below.
+    `count` entries are above the threshold. Q and Q' are the sums of t = sigmoid(-|z|) and w = t * (1 - t)
+    over these entries, times e^above. P and P' are the sums over the other entries, times e^below.
     """
     z = (x + hi) + lo
     up = z > 0
@@ -284,7 +285,7 @@ def solve_row(
 def log1p(e):
     """Compute log(1 + e) for 0 <= e <= 1 with full relative accuracy, by a series.
 
-    log(1 + e) = 2 artanh(s) with s = e / (2 + e), and artanh(s) = s + s^3 / 3 + s^5 / 5 + ... Since s is at
+    log(1 + e) = 2 * artanh(s) with s = e / (2 + e), and artanh(s) = s + s^3 / 3 + s^5 / 5 + ... Since s is at
     most 1/3, the terms after s^15 / 15 sum to less than 1e-9 of the total.
     """
     s = e / (2.0 + e)
@@ -297,7 +298,7 @@ def log1p(e):
 
 @triton.jit
 def probability(x, hi, lo, share, LOG: tl.constexpr):
-    """Compute y or log y of a block, with the limits for entries to which the formula does not apply."""
+    """Compute y or log y for a block, with limits for entries to which the formula does not apply."""
     z = (x + hi) + lo
     e = tl.exp(-tl.abs(z))
     if LOG:

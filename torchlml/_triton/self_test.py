@@ -3,8 +3,8 @@
 Before their first use for a device and dtype, the kernels are compared with pure PyTorch on a few dozen rows.
 If a kernel differs, does not compile or fails, pure PyTorch is used from then on, and a warning is issued.
 `TORCHLML_KERNEL=torch` disables the kernels. `TORCHLML_KERNEL=native` uses them without the self-test, and so
-does `torchlml gpu-check`, which has its own test. Only the layout of short rows is tested, because every
-other layout would have to be compiled for the test.
+does `torchlml gpu-check`, which has its own test. Only the layout for short rows is tested, because every
+other layout would have to be compiled just for the test.
 
 Triton and the kernels are imported when they are first needed, so that they do not slow down
 `import torchlml`.
@@ -27,13 +27,13 @@ from torchlml._cpu import loader
 Operator = Callable[..., Any]
 _Key = tuple[torch.device, torch.dtype]
 # The largest rounding differences between correct kernels, relative to max(1, |expected|). They are larger in
-# half precision, to which results are rounded at the end.
+# half precision, because the results are rounded to it at the end.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _ENTRIES = 40
-# Positions in a row are int32 in the kernels, including those up to a block past the end.
+# In the kernels, positions in a row are int32, including positions up to one block past its end.
 _LONGEST_ROW = 2**31 - 2**15
 
-# The function that is called on a GPU for each operator that has a Triton kernel, by name.
+# For each operator with a Triton kernel, the function that is called on a GPU, by operator name.
 OPERATORS: dict[str, Operator] = {}
 _plain: dict[str, Operator] = {}  # the same operators in pure PyTorch
 _results: dict[_Key, bool] = {}
@@ -41,7 +41,7 @@ _skipped = False
 
 
 def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
-    """Return the operator `name`: the Triton kernel if possible, otherwise pure PyTorch."""
+    """Return a function that calls the Triton kernel `name` if possible, and otherwise calls `plain`."""
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]
@@ -52,7 +52,7 @@ def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
             return getattr(_kernels(), name)(*arguments)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # this layout does not compile, so do not trust other layouts either
+        except Exception as error:  # this layout failed, so do not trust other layouts either
             if x.device.type == "cpu":
                 raise
             disable(x.device, x.dtype, f"failed in `{name}`: {type(error).__name__}: {error}")
@@ -88,7 +88,7 @@ def skip() -> None:
 def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
     """Whether the kernels passed the self-test for a device and dtype; the first call runs the test.
 
-    `kernels` has an attribute for each kernel, named like its operator, as in `operators.py`.
+    `kernels` has one function per operator, with the operator's name, as in `operators.py`.
     """
     choice = loader.requested()
     if choice or _skipped or _interpreted(device):
@@ -100,7 +100,7 @@ def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
         _results[key] = True
         try:
             found = difference(device, dtype, kernels)
-        except Exception as error:  # the compiler can raise anything
+        except Exception as error:  # the compiler may raise any exception
             found = f"do not run: {type(error).__name__}: {error}"
         if found is not None:
             disable(device, dtype, found)
@@ -108,7 +108,7 @@ def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
 
 
 def disable(device: torch.device, dtype: torch.dtype, found: str) -> None:
-    """Use pure PyTorch on this device and dtype from now on, and warn."""
+    """Use pure PyTorch for this device and dtype from now on, and warn."""
     _results[device, dtype] = False
     warnings.warn(
         f"torchlml uses pure PyTorch for {dtype} on {device} from now on, because its Triton kernels "
@@ -127,7 +127,7 @@ def difference(device: torch.device, dtype: torch.dtype, kernels: Any) -> str | 
             nu = name == "solve" or (name.endswith("forward") and place == 1)
             worst = _distance(right.double().sum(0) if nu else right, found.double().sum(0) if nu else found)
             if not worst <= _TOLERANCE[dtype]:
-                return f"differ from it in `{name}`, by {worst:.1e}"
+                return f"differ from pure PyTorch by up to {worst:.1e} in `{name}`"
     return None
 
 
@@ -139,7 +139,7 @@ def _distance(expected: Tensor, got: Tensor) -> float:
 
 
 def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield every operator with example arguments: rows of many scales, masked, special and ragged rows."""
+    """Yield every operator with example rows: rows at several scales, and masked, special and ragged rows."""
     for x, k, mask, offsets, labels in _problems(device, dtype):
         rows = mask, offsets
         yield "solve", (x, k, *rows)
@@ -181,5 +181,5 @@ def _problems(device: torch.device, dtype: torch.dtype) -> Iterator[_Problem]:
 
 
 def _interpreted(device: torch.device) -> bool:
-    """Whether the kernels run in Triton's interpreter, for tests on the CPU that check results themselves."""
+    """Whether the kernels run in Triton's interpreter, as in CPU tests, which check results themselves."""
     return device.type == "cpu"

@@ -45,7 +45,7 @@ def survey_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, parts_ptr, n, size, k_stride,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of the blocks of program (row, split)."""
+    """Compute the statistics for the blocks of program (row, split)."""
     row, split = tl.program_id(0), tl.program_id(1)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     side = tl.where(2 * tl.load(k_ptr + row * k_stride) <= where[LENGTH], 1.0, -1.0)
@@ -100,7 +100,7 @@ def evaluate_kernel(
 
 @triton.jit
 def move_kernel(k_ptr, state_ptr, parts_ptr, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Update nu of a row, using the sums of its programs."""
+    """Update nu for a row, using the sums from its programs."""
     row = tl.program_id(0)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
     if number < MAX_STEPS:
@@ -122,7 +122,7 @@ def finish_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Iterate until nu has converged, which is usually already the case, and write it."""
+    """Iterate until nu has converged (it usually has already), and store it."""
     row = tl.program_id(0)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
@@ -138,7 +138,7 @@ def write_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, y_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Write y or log y of the blocks of program (row, split)."""
+    """Write y or log y for the blocks of program (row, split)."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
     for at in range(split * BLOCK, where[LENGTH], SPLITS * BLOCK):
@@ -164,7 +164,7 @@ def gradient_kernel(
     grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, dx_ptr, dk_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and dk. Every program adds the few partial sums of its row, and the first one writes dk."""
+    """Compute dx and dk. Every program adds up the few partial sums of its row, and the first writes dk."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     nearests = tl.load(part).to(tl.float32)
@@ -186,7 +186,7 @@ def gradient_kernel(
 
 
 def solve(to: Launch, k: Tensor) -> Tensor:
-    """Fill `nu`, and return the state of each row. The sixth value of a state is the y of +inf entries."""
+    """Fill `nu`, and return the state of each row. The sixth value in a state is y at +inf entries."""
     rows, n, size = to.sizes
     x, mask, offsets, k_stride = to.x, to.mask, to.offsets, stride_of(k)
     parts, split = new_parts(to), parts_of(to)
@@ -205,17 +205,17 @@ def solve(to: Launch, k: Tensor) -> Tensor:
 
 
 def new_parts(to: Launch) -> Tensor:
-    """Allocate memory for the results of all programs of every row."""
+    """Allocate memory for the results of all programs for every row."""
     return to.x.new_empty((to.sizes[0], to.plan.splits, WIDTH), dtype=torch.float64)
 
 
 def parts_of(to: Launch) -> dict[str, int]:
-    """Return the launch settings of a kernel that writes or reads the results of the programs."""
+    """Return the launch settings for a kernel that writes or reads the results of the programs."""
     return {"SPLITS": to.plan.splits, "WIDTH": WIDTH}
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Fill `nu` and, unless it is None, `y`, like `layer.launch_forward`, for split rows."""
+    """Fill `nu` and, unless it is None, `y` for split rows; see `layer.launch_forward`."""
     state = solve(to, k)
     if y is None:
         return
@@ -226,7 +226,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """Fill `dx` and `dk`, like `layer.launch_backward`, for split rows."""
+    """Fill `dx` and `dk` for split rows; see `layer.launch_backward`."""
     parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
     rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
     with torch.cuda.device_of(to.x):

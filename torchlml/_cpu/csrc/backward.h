@@ -1,4 +1,4 @@
-// The backward pass of one row: dx and dk of the projection, of its logarithm and of the dual variable.
+// The backward pass for one row: dx and dk for the projection, for its logarithm and for the dual variable.
 #pragma once
 
 #include "forward.h"
@@ -32,8 +32,8 @@ struct BackwardRow : Row<S> {
   double* dk;
   T high, low;
 
-  // Returns a piece of the row as a row of its own. The short path also copies the whole row this way: the address of
-  // the copy does not escape, so the compiler can keep nu in registers across stores.
+  // Returns a piece of the row as a separate row. The short path also copies the whole row this way: the address of the
+  // copy does not escape, so the compiler can keep nu in registers across stores.
   LML_INLINE BackwardRow part(int64_t begin, int64_t size) const {
     BackwardRow out = *this;
     out.x += begin, out.n = size, out.dx += begin;
@@ -93,7 +93,7 @@ struct BackwardRow : Row<S> {
   }
 
   struct Sums {
-    BlockSum<T> weights, moments;  // sum w and sum w g
+    BlockSum<T> weights, moments;  // sum(w) and sum(w * g)
     // The gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
     LML_INLINE void add(Vec<T> w, Vec<T> g) {
       weights.block += w;
@@ -101,7 +101,7 @@ struct BackwardRow : Row<S> {
     }
   };
 
-  // Computes w of one block from x and nu. Two short loops overlap better than one loop with both dependency chains.
+  // Computes w for one block from x and nu. Two short loops overlap better than one loop with both dependency chains.
   // Infinite entries yield w = 0 without a special case. Masked entries may have any value, so their w is set to 0.
   LML_INLINE void block_from_z(T* w, int64_t start, int64_t size, Sums& sums) const {
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -116,7 +116,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // Computes w = y (1 - y). If y is near 1, the digits of 1 - y are lost, so w is set to 0 here, and `patch` fills it
+  // Computes w = y * (1 - y). If y is near 1, the digits of 1 - y are lost, so w is set to 0 here, and `patch` fills it
   // in. Returns whether the block has such entries.
   LML_INLINE bool block_from_y(T* w, int64_t start, int64_t size, Sums& sums) const {
     Mask<T> found{};
@@ -131,7 +131,7 @@ struct BackwardRow : Row<S> {
     return any<T>(found);
   }
 
-  // Computes w from x and nu for the entries near 1 that block_from_y left out.
+  // Computes w from x and nu for the entries near 1 that `block_from_y` left out.
   LML_INLINE void patch(T* w, int64_t start, int64_t size, Sums& sums) const {
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Mask<T> near = near_one(read(y + start + i, count));
@@ -164,11 +164,11 @@ struct BackwardRow : Row<S> {
     return Totals{{sums.weights.value(), sums.moments.value()}, 0};
   }
 
-  // Computes dx = w (g - dk) and dk = sum w g / sum w. The first pass stores w in `w`.
+  // Computes dx = w * (g - dk) and dk = sum(w * g) / sum(w). The first pass stores w in `w`.
   LML_INLINE void projection(T* w) const {
     const int64_t first = n < block_vectors * lanes<T> ? n : block_vectors * lanes<T>;
-    // A half-precision y was rounded, so w is never computed from it. Otherwise, if many entries of the first block
-    // are near 1, every w is computed from z.
+    // A half-precision y was rounded, so w is never computed from it. For other dtypes, every w is computed from z if
+    // many entries of the first block are near 1.
     const bool from_z = sizeof(S) == 2 || count_near_one(first) * 64 > first;
     const Totals totals = sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
       return part(begin, size).weighted_sums(w + begin, from_z);
@@ -186,7 +186,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // Computes dx of a row that the bound does not constrain, where y = sigma(x).
+  // Computes dx for a row that the bound does not constrain, in which y = sigmoid(x).
   LML_INLINE void free_row() const {
     *dk = 0;
     each_vector<T>(n, team, [*this](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -195,7 +195,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // Returns min |z|. Multiplying all w by exp(min |z|) keeps p = w / sum w accurate even if every w underflows.
+  // Returns min |z|. Multiplying all w by exp(min |z|) keeps p = w / sum(w) accurate even if every w underflows.
   LML_INLINE T nearest() const {
     if (n <= long_row) return nearest_part();
     Scratch<T> scratch;
@@ -242,7 +242,7 @@ struct BackwardRow : Row<S> {
     return Totals{{weights.value(), moments.value()}, 0};
   }
 
-  // Computes dx = a - p sum a and dk = sum a / sum w, where a = g sigma(-z).
+  // Computes dx = a - p * sum(a) and dk = sum(a) / sum(w), where a = g * sigmoid(-z).
   LML_INLINE void logarithm() const {
     const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
     const Totals totals = sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
@@ -258,7 +258,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // Computes w exp(least) of every entry, with one exponential per entry, and returns the sum.
+  // Computes w * exp(least) for every entry, with one exponential per entry, and returns the sum.
   LML_INLINE double weigh(T* w, T least) const {
     const T factor = static_cast<T>(::exp(-static_cast<double>(least)));
     if (n <= long_row) return weigh_part(w, least, factor);
@@ -286,8 +286,8 @@ struct BackwardRow : Row<S> {
     return weights.value();
   }
 
-  // Computes the derivatives of nu, d nu / dx = -p and d nu / dk = 1 / sum w. Unless `w` is dx, the scaled weights
-  // remain in `w`. Returns g divided by their sum.
+  // Computes the derivatives of nu, d nu / dx = -p and d nu / dk = 1 / sum(w), times g. Unless `w` is dx, the scaled
+  // weights remain in `w`. Returns g divided by their sum.
   LML_INLINE T dual(double g, T* w) const { return n > long_row ? long_dual(g, w) : part(0, n).any_dual(g, w); }
   __attribute__((noinline)) T long_dual(double g, T* w) const { return any_dual(g, w); }
   LML_INLINE T any_dual(double g, T* w) const {

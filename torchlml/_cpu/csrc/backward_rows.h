@@ -1,4 +1,4 @@
-// The backward pass of all rows of a call: short rows in blocks, and longer rows one by one.
+// The backward pass for all rows of a call, which processes short rows in blocks and longer rows one by one.
 #pragma once
 
 #include "backward.h"
@@ -12,7 +12,7 @@ namespace {
 template <class S>
 struct ShortRow {
   struct Sums {
-    vfloat weight{}, moment{};  // sum w and sum w g
+    vfloat weight{}, moment{};  // sum(w) and sum(w * g)
     // The gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
     LML_INLINE void add(vfloat w, vfloat g) {
       weight += w;
@@ -26,8 +26,8 @@ struct ShortRow {
       write(w + i, vexp(-vabs(row.z_at(i, count))), count);
     });
   }
-  // Computes w = y (1 - y) from these exponentials. Infinite entries yield 0 without a special case. Masked entries may
-  // have any value, so their w is set to 0.
+  // Computes w = y * (1 - y) from these exponentials. Infinite entries yield 0 without a special case. Masked entries
+  // may have any value, so their w is set to 0.
   template <class F>
   static LML_INLINE void weigh(const BackwardRow<S> row, float* w, const F& add) {
     const auto weight = [=](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -114,7 +114,7 @@ class BackwardBlock {
     return sums;
   }
 
-  // Computes w = y (1 - y). If y is near 1, w is set to 0, and the vector is listed in `near_` for `patch`.
+  // Computes w = y * (1 - y). If y is near 1, this w is inaccurate, and the vector is listed in `near_` for `patch`.
   LML_INLINE Sums sums_from_y(int of) {
     const Span span = spans_[of];
     const S* y = static_cast<const S*>(args_.y) + span.begin;
@@ -152,7 +152,7 @@ class BackwardBlock {
     return sums;
   }
 
-  // Computes w from x and nu for the entries near 1 of one vector.
+  // Computes w from x and nu for those entries of one vector whose y is near 1.
   static LML_INLINE void patch(const BackwardRow<S> row, int64_t i, float* w) {
     const int64_t rest = row.n - i, count = rest < lanes<float> ? rest : int64_t{lanes<float>};
     const ifloat near = row.near_one(read(row.y + i, count));
@@ -179,7 +179,7 @@ class BackwardBlock {
   bool has_near_[block_rows];
   alignas(LML_VECTOR_BYTES) float w_[block_rows * short_row];
 };
-// Blocks are only for float32 computation. Rows of float64 are processed one by one.
+// Blocks are used only for computation in float32. float64 rows are processed one by one.
 template <>
 class BackwardBlock<double> {
  public:

@@ -26,8 +26,8 @@ LML_INLINE T sum_of_lanes(Vec<T> a) {
   return part[0];
 }
 
-// Adds `count` rows of y, w = y (1 - y) and w y to the column sums in `some`, and writes the inverses of the row sums
-// of w.
+// Adds `count` rows of y, of w = y * (1 - y) and of w * y to the column sums in `some`, and writes the inverses of the
+// row sums of w.
 template <int count, class T>
 LML_INLINE void add_weights(const T* y, int64_t n, T* inverse, T* some) {
   const int64_t stride = padded(n);
@@ -48,7 +48,7 @@ LML_INLINE void add_weights(const T* y, int64_t n, T* inverse, T* some) {
   }
 }
 
-// Calls f(first, last) for every block of rows of a part. A block is small enough for the cache and for accurate sums
+// Calls f(first, last) for every block of rows in a part. A block is small enough for the cache and for accurate sums
 // in float32.
 template <class F>
 void each_row_block(int64_t part, int64_t part_rows, int64_t rows, int64_t width, const F& f) {
@@ -101,7 +101,7 @@ void balanced_forward_rows(const BalancedForwardArgs& args, const Rows& parts) {
   }
 }
 
-// Adds w' (inverse * (w p)) of `count` rows to the column sums in `some`.
+// Adds the product W^T * diag(inverse) * W * p to the column sums in `some`, where W contains `count` rows of w.
 template <int count, class S, class T>
 LML_INLINE void add_product(const S* y, int64_t n, const T* inverse, const T* p, T* some) {
   Vec<T> dot[count] = {};

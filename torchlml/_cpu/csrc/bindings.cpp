@@ -1,6 +1,6 @@
-// Registers the kernels as CPU implementations of the operators that the Python library defines. LibTorch's stable ABI
-// allows one binary for every torch >= 2.10. The binary also works with every Python version, because no Python header
-// is included.
+// Registers the kernels as CPU implementations of the operators that the Python library defines. Because of LibTorch's
+// stable ABI, one binary works with every torch >= 2.10. It also works with every Python version, because no Python
+// header is included.
 #include <tuple>
 
 #include "launch.h"
@@ -358,7 +358,7 @@ STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
   m.impl("loss_backward_in_place", TORCH_BOX(&torchlml::loss_backward_in_place));
 }
 
-// For loader.py: the instruction set in use.
+// Returns the instruction set in use, for loader.py.
 #ifdef _WIN32
 #define LML_EXPORT __declspec(dllexport)
 #else

@@ -1,6 +1,6 @@
 // A slow but simple solver in double precision for rows that the fast solver cannot certify, such as rows with gaps of
-// hundreds or 1e38 between logits, or with a k within 1e-9 of an integer. It is compiled only for the baseline
-// instruction set, because it instantiates templates of the standard library.
+// hundreds, or even 1e38, between logits, or with a k within 1e-9 of an integer. It is compiled only for the baseline
+// instruction set, because it instantiates standard library templates.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -43,8 +43,8 @@ template <class T>
 Threshold careful_solve(T* x, int64_t n, double k) {
   const Cut<T> cut(x, n, k);
   const double center = cut_center(cut.above, cut.below, k);
-  // At the root, the entries from `below` on sum to at least k - floor(k), and the entries up to and including `below`
-  // sum to at most floor(k) + 1. The margin covers log n and any fraction that a double can represent.
+  // At the root, y sums to at least k - floor(k) over the entries from `below` on, and to at most floor(k) + 1 over the
+  // entries up to and including `below`. The margin covers log n and any fraction that a double can represent.
   const double margin = 800;
   const double above = std::isfinite(cut.above) ? cut.above : cut.below;
   const double farthest = std::numeric_limits<double>::max() / 4;

@@ -1,6 +1,6 @@
 // A slow but simple solver in double precision for constrained projections that the fast solver cannot certify. It
 // sorts the values of nu at which an entry reaches a bound, finds the two values around the root by binary search, and
-// applies a closed formula between them. The number of steps is bounded.
+// applies a closed-form solution between them. The number of steps is bounded.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -32,8 +32,8 @@ class Row {
       }
     }
     Threshold nu = first > 0 ? events[first - 1] : lowest();
-    // Apply the formula for the entries that are free at nu. Repeat it if rounding led to the wrong set of free
-    // entries.
+    // Compute the closed-form solution for the entries that are free at nu. Repeat this if rounding led to the wrong
+    // set of free entries.
     int64_t free = -1, over = -1;
     for (int step = 0; step < 8; ++step) {
       const Sums at = sum_at(nu);
@@ -48,7 +48,7 @@ class Row {
 
  private:
   struct Sums {
-    double excess, rest;  // sum - k, and k minus the entries at their bounds
+    double excess, rest;  // sum - k, and k minus the sum of the entries at their bounds
     int64_t free, over;
     double largest;  // the largest free entry
   };
@@ -76,7 +76,7 @@ class Row {
       if (sparsemax_) events.push_back({x, 0});
       events.push_back({x, sparsemax_ ? u : std::log(u)});
     }
-    // A bound of 1 is rounded away next to an entry of 1e38. Break such ties by the entries, then by the bounds.
+    // Next to an entry of 1e38, a bound of 1 is lost to rounding. Break such ties by the entries, then by the bounds.
     std::sort(events.begin(), events.end(), [](const Threshold& a, const Threshold& b) {
       const double first = a.delta - a.center, second = b.delta - b.center;
       if (first != second) return first < second;

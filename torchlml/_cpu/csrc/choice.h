@@ -15,8 +15,8 @@ LML_INLINE int64_t count_above(const T* x, int64_t n, T pivot) {
   return -total_lanes(above);
 }
 
-// Returns the k-th largest of n entries without NaN, 1 <= k <= n. Counting is many times cheaper than moving entries,
-// so pivots bracket the result first, and a selection among the few entries between them finishes the search.
+// Returns the k-th largest of n entries without NaN, where 1 <= k <= n. Counting is many times cheaper than moving
+// entries, so pivots bracket the result first, and a selection among the few entries between them finishes the search.
 template <class T>
 T select_largest(const T* x, int64_t n, int64_t k, Target& target, T* room) {
   constexpr int64_t few = 96;
@@ -149,7 +149,7 @@ struct Units {
   }
   int64_t one() const { return int64_t{1} << bits; }
 
-  // `length` has space for n entries plus one vector.
+  // Writes the multiple for each entry to `length`, which must have space for n entries plus one vector.
   template <class S>
   LML_INLINE void fill(const S* p, int64_t n, double k, int64_t* length) const {
     vdouble sums{}, slacks{};  // slacks: the sums of 1 - p over the positive entries
@@ -162,7 +162,7 @@ struct Units {
     // 1 - p.
     const double grow = missing > 0 && slack > 0 ? (missing < slack ? missing / slack : 1) : 0;
     const double factor = (missing < 0 ? k / sum : 1) * static_cast<double>(one());
-    constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52: the integer lands in the low bits
+    constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves the integer in the low bits
     idouble lengths{};
     each_double(p, n, [&](vdouble a, int64_t i) __attribute__((always_inline)) {
       const vdouble b = keep<double>(greater(a, 0.0), (a + (1 - a) * grow) * factor);
@@ -182,7 +182,7 @@ struct Units {
   }
 };
 
-// Calls f(i, i % 4) for every index i of a row. The second argument is a column. Each of the four columns has its own
+// Calls f(i, i % 4) for every index i in a row. The second argument is a column. Each of the four columns has its own
 // sums, which shortens the dependency chains.
 template <class F>
 LML_INLINE void each_place(int64_t n, const F& f) {
@@ -202,15 +202,15 @@ void systematic_sample_rows(const SystematicSampleArgs& args, const Rows& rows) 
     S* y = part_of<S>(args.y, span);
     const int64_t n = span.size;
     const double asked = args.k[r * args.k_stride], all = static_cast<double>(n), k = asked < all ? asked : all;
-    if (n > 0 && load_one(p) != load_one(p)) {  // a row with NaN is NaN throughout
+    if (n > 0 && load_one(p) != load_one(p)) {  // if a row contains a NaN, all of its entries are NaN
       for (int64_t i = 0; i < n; ++i) store_one(y + i, static_cast<T>(NAN));
       continue;
     }
     const Units units(n);
     int64_t* length = lengths.room(n + lanes<T>);
     units.fill(p, n, k, length);
-    // The entries are ordered by the six high bits of their keys, then by column, then by index. First compute where
-    // each pair of key and column begins.
+    // The entries are ordered by the six high bits of their keys, then by column, then by index. First compute the
+    // position at which each combination of key and column begins.
     int64_t at[64][4] = {};
     each_place(n, [&](int64_t i, int column) { at[key[i] >> 2][column] += length[i]; });
     const int64_t fraction = units.one() - 1;

@@ -1,4 +1,4 @@
-// The forward pass of one row of the projections onto {0 <= y <= upper, sum y = k}.
+// The forward pass for one row of the projections onto {0 <= y <= upper, sum(y) = k}.
 #pragma once
 
 #include "constrained_solve.h"
@@ -30,8 +30,9 @@ __attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k
   }
 }
 
-// Returns the approximate nu of normally distributed entries with bounds of 1. Far below the bounds, lml is an
-// exponential as well. Otherwise min(1, exp(z)) is a step at z = -1, smoothed by a distribution of variance 1.
+// Returns the approximate nu for normally distributed entries with bounds of 1. If y is far below the bounds, lml is
+// nearly an exponential as well, so the guess for lml is used. Otherwise, min(1, exp(z)) is treated as a step at z = -1
+// that is smoothed by a distribution of variance 1.
 template <class S>
 LML_INLINE double softmax_guess(const S* x, const Target& target) {
   const double part = target.k * target.inverse;
@@ -41,8 +42,8 @@ LML_INLINE double softmax_guess(const S* x, const Target& target) {
   return wide + (::log(part) - wide) * (0.1 / (0.1 + row.variance)) - row.mean;
 }
 
-// Computes y and nu of finite entries. The search stores exponentials in `work`, which may be y itself if it has the
-// same type. Returns false if the sums are not finite, because the row has infinities, NaN or values near 1e38.
+// Computes y and nu for finite entries. The search stores exponentials in `work`, which may be y itself if it has the
+// same type. Returns false if the sums are not finite because the row has infinities, NaN or values near 1e38.
 template <class S, class Y, class Bounds, class T = typename Work<S>::type>
 bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit, bool sparsemax, Target& target,
              T* work, Y* y, Threshold& nu) {
@@ -110,7 +111,7 @@ struct ConstrainedRow : Row<S> {
     for (int64_t i = 0; i < n; ++i) store_one(y + i, static_cast<T>(value(i)));
   }
 
-  // No entry exceeds k, so bounds above 2 k can be replaced by 2 k, which is finite.
+  // No entry of y exceeds k, so bounds above 2 * k can be replaced by 2 * k, which is finite.
   T bound(int64_t i) const {
     const double u = upper[i * stride];
     return static_cast<T>(u > 2 * k ? 2 * k : u);
@@ -137,8 +138,8 @@ struct ConstrainedRow : Row<S> {
     return true;
   }
 
-  // Handles masks, infinities, NaN, k <= 0 and bounds that determine y. The finite entries are solved as a row of their
-  // own.
+  // Handles masks, infinities, NaN, k <= 0 and bounds that determine y. The finite entries are solved as a separate
+  // row.
   void general(ConstrainedScratch<T>& scratch) const {
     T* packed = scratch.packed.room(n);
     T* bounds = scratch.bounds.room(n);
@@ -146,7 +147,7 @@ struct ConstrainedRow : Row<S> {
     const auto value = [&](int64_t i) { return available(i) ? load_one(x + i) : -infinity; };
     bool nan = k != k;
     int64_t infinite = 0;
-    double held = 0, finite = 0;  // sums of the bounds of the entries of +inf and of the finite entries
+    double held = 0, finite = 0;  // the sums of the bounds of +inf entries and of finite entries
     for (int64_t i = 0; i < n; ++i) {
       const T a = value(i);
       const double u = upper[i * stride];

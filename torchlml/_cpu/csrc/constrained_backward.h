@@ -1,8 +1,9 @@
-// The derivatives of the projections onto {0 <= y <= upper, sum y = k}.
+// The derivatives of the projections onto {0 <= y <= upper, sum(y) = k}.
 //
-// dy = w (dx + d nu) + b d upper, where w = dy/dz of an entry, b = 1 if the entry is at its bound and 0 otherwise, and
-// d nu makes the sum of y change by dk. For an incoming gradient g, this gives dk = sum w g / sum w, dx = w (g - dk)
-// and d upper = b (g - dk).
+// A small change in the inputs changes an entry of y by w * (change in x + change in nu) + b * (change in upper). Here
+// w is dy/dz, and b is 1 if the entry is at its bound and 0 otherwise. The change in nu is such that the sum of y
+// changes as k does. For an incoming gradient g, the gradients are therefore dk = sum(w * g) / sum(w),
+// dx = w * (g - dk) and d_upper = b * (g - dk).
 #pragma once
 
 #include "constrained.h"
@@ -111,7 +112,7 @@ struct ConstrainedBackwardRow {
       if (value(i) == infinity) held += row.upper[i * row.stride], ++infinite;
     }
     const bool shared = infinite > 0 && held >= row.k;
-    // Returns w of an entry, and whether the entry is at its bound.
+    // Returns w for an entry, and whether the entry is at its bound.
     const auto slope = [&](int64_t i) {
       const T a = value(i);
       if (a == -infinity || (shared && a < infinity) || high == -infinity) return EntrySlope{0, false};
@@ -130,7 +131,7 @@ struct ConstrainedBackwardRow {
     for (int64_t i = 0; i < row.n; ++i) {
       const auto [w, at_bound] = slope(i);
       const double felt = w > 0 || at_bound ? gradient(i) - *dk : 0;
-      // An entry of +inf depends on k, but not on finite changes of x.
+      // At an entry of +inf, y depends on k, but not on finite changes in x.
       store_one(dx + i, static_cast<T>(shared ? 0 : w * felt));
       if (d_upper && row.stride) d_upper[i] = at_bound ? felt : 0;
       if (d_upper && !row.stride && at_bound) *d_upper += felt;

@@ -1,4 +1,4 @@
-// Solves for nu of the projections onto {0 <= y <= upper, sum y = k}, for finite entries and 0 < k < sum of upper.
+// Finds nu for the projections onto {0 <= y <= upper, sum(y) = k}, for finite entries and 0 < k < sum(upper).
 //
 // Between the values of nu at which an entry reaches a bound, the sum is linear in nu (sparsemax) or in exp(nu)
 // (softmax). A step of Newton's method is therefore exact if it does not change which entries are at a bound. Rows that
@@ -10,7 +10,7 @@
 namespace torchlml {
 namespace {
 
-// The bounds of a row: one for all entries, or one for each entry.
+// The bounds of a row: one bound for all entries, or one bound per entry.
 template <class T>
 struct OneBound {
   static constexpr bool one = true;
@@ -32,8 +32,8 @@ struct EachBound {
   }
 };
 
-// The state at one nu: the number of entries above their bounds, the number of free entries, the sum of the bounds of
-// the former, and the sum of the latter.
+// The sums at one nu: the number of entries above their bounds, the number of free entries, the sum of the bounds that
+// are exceeded, and the sum of the free entries.
 struct Level {
   int64_t over, free;
   double taken, sum;
@@ -72,23 +72,23 @@ constexpr int64_t short_block = 16;
 template <class T>
 constexpr T edge = sizeof(T) == 4 ? T(1 + 1e-6) : T(1 + 4e-15);
 
-// The search for the softmax: stores e = exp(x - center) and finds the factor s with sum min(upper, e s) = k.
+// The softmax search stores e = exp(x - center) and finds the factor s for which sum(min(upper, e * s)) = k.
 //
-// Error bound. Let p = e s as rounded, and t = min(p, upper - p) for the entries below their bounds. If s grows by a
-// factor 1 + d, the sum grows by at least d sum t, because each of these entries can grow by t. If s shrinks by the
-// same factor, the sum falls by at least d sum p. The residual r = sum min(upper, p) - k therefore bounds the relative
-// error of s by -r / sum t or r / sum p, regardless of how many entries are close to their bounds. This requires a
-// residual that is accurate relative to sum t, so an entry above half of its bound is counted as its exact bound minus
-// t. Blocks of 8 floats add an error of at most 3.5 eps sum t. Rounding p is equivalent to changing e by eps / 2. If e
-// has a relative error of a, the relative error of y is at most
-//   2 a + eps (p is rounded here and in y) + 3.5 eps (sums) + 3 eps (`fine`, or the width of the bracket).
+// Error bound. Let p be e * s as rounded, and t = min(p, upper - p) for the entries below their bounds. If s grows by a
+// factor of 1 + d, the sum grows by at least d * sum(t), because each of these entries can grow by t. If s shrinks by
+// the same factor, the sum falls by at least d * sum(p). The residual r = sum(min(upper, p)) - k therefore bounds the
+// relative error of s by -r / sum(t) or r / sum(p), regardless of how many entries are close to their bounds. This
+// requires a residual that is accurate relative to sum(t), so an entry above half of its bound is counted as its exact
+// bound minus t. Blocks of 8 floats add an error of at most 3.5 * eps * sum(t). Rounding p is equivalent to changing e
+// by eps / 2. If e has a relative error of a, the relative error of y is at most
+//   2 * a + eps (p is rounded here and in y) + 3.5 * eps (sums) + 3 * eps (`fine`, or the width of the bracket).
 // In float32, a <= 4.9e-7: 2.5e-7 from vexp (measured), and 2.4e-7 from x - center, half of the spacing of floats below
-// 8, because |log s| < 8 (`centered`). With eps = 1.2e-7, the error is below 1.9e-6 y.
+// 8, because |log s| < 8 (`centered`). With eps = 1.2e-7, the error is below 1.9e-6 * y.
 template <class T, class Bounds>
 class SoftmaxSearch {
   static constexpr T unscale = 1 / Stored::scale(T{});
   static constexpr double eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
-  static constexpr double fine = (sizeof(T) == 4 ? 2 : 64) * eps;  // float64 sums have the same rounding as their terms
+  static constexpr double fine = (sizeof(T) == 4 ? 2 : 64) * eps;  // in float64, the sums have no extra precision
 
  public:
   double factor = unscale;  // representable in T during the search
@@ -131,8 +131,7 @@ class SoftmaxSearch {
       if (high <= low * (1 + 1.5 * fine)) return true;
       const double root = at.rest > 0 && at.free > 0 ? rounded(factor * at.rest / at.free) : 0;
       if (root > 0 && root >= low && root < high && (pass < 12 || pass % 2 || !(high < HUGE_VAL))) {
-        // Take a step that is long enough to change p. After a shorter step, the sum could not show whether it is still
-        // below k.
+        // Take a step that is long enough to change p. After a shorter step, the computed sum might not change.
         const double least = factor * (1 + fine);
         factor = at.excess < 0 && root < least ? rounded(least) : root;
         low = root;
@@ -149,8 +148,8 @@ class SoftmaxSearch {
  private:
   static double rounded(double s) { return static_cast<double>(static_cast<T>(s)); }
 
-  // The sums at one factor: sum min(upper, p) - k, sum t, sum p of the entries below their bounds, and k minus the
-  // bounds of the other entries.
+  // The sums at one factor: sum(min(upper, p)) - k, sum(t), the sum of p over the entries below their bounds, and k
+  // minus the bounds of the other entries.
   struct Filled {
     double excess, slack, free, rest;
   };
@@ -208,7 +207,7 @@ struct Split {
   }
 };
 
-// The search for the sparsemax: sum clip(x + nu, 0, upper) = k is piecewise linear in nu.
+// The sparsemax search finds the nu for which sum(clip(x + nu, 0, upper)), which is piecewise linear in nu, is k.
 template <class S, class Bounds>
 class SparsemaxSearch {
   using T = typename Work<S>::type;
@@ -237,7 +236,7 @@ class SparsemaxSearch {
       const double excess = (at.taken - k_) + at.sum;
       if (excess == 0) return true;
       if (rooted && at.over == last.over && at.free == last.free) {
-        // The last step was computed from the sums at another nu, whose rounding errors this step corrects.
+        // The previous step was computed from the sums at a different nu. This step corrects its rounding error.
         move(-excess / static_cast<double>(at.free));
         return true;
       }
@@ -272,7 +271,7 @@ class SparsemaxSearch {
     nu_ = {center, -((nu_.center - (center - part)) - (shift + part))};
   }
 
-  // Returns z of one vector, with -1 past the end of the row.
+  // Returns z for one vector, with -1 past the end of the row.
   LML_INLINE Vec<T> z_at(const Split<T>& nu, int64_t i, int64_t count) const {
     const Vec<T> z = (read(x_ + i, count) + nu.high) + nu.low;
     return count == lanes<T> ? z : select<T>(first_lanes<T>(count), z, splat(T{-1}));
@@ -293,8 +292,8 @@ class SparsemaxSearch {
     return sums.level(bounds);
   }
 
-  // Returns the distance that nu must move until the next entry leaves its bound: the upper bound if `down`, otherwise
-  // the lower bound 0.
+  // Returns how far nu must move until the next entry leaves its bound: the upper bound if `down`, otherwise the lower
+  // bound 0.
   template <bool down>
   __attribute__((noinline)) double gap() const {
     const Split<T> nu(nu_);

@@ -1,4 +1,4 @@
-// The forward pass of one row: special rows, general rows with masks or infinities, and ordinary rows.
+// The forward pass, for special rows, for general rows with masks or infinities, and for ordinary rows.
 #pragma once
 
 #include "lanes.h"
@@ -25,8 +25,8 @@ struct ForwardRow : Row<S> {
     set_nu(high, static_cast<T>((-nu.center - static_cast<double>(high)) + nu.delta));
   }
 
-  // A bound on the sum clamps nu to one sign. If the nu that gives sum y = k has the other sign, nu is 0 and the row is
-  // called free.
+  // A bound on the sum clamps nu to one sign. If the nu that gives sum(y) = k has the other sign, nu is 0 and the row
+  // is called free.
   bool is_free(double nu) const { return bound == Bound::at_most ? nu >= 0 : bound == Bound::at_least && nu <= 0; }
   LML_INLINE void free_row() const {
     set_nu(0, 0);
@@ -73,7 +73,7 @@ struct ForwardRow : Row<S> {
     });
   }
 
-  // Writes y = e u / (1 + e u) from the stored exponentials, which may be in y itself.
+  // Writes y = e * u / (1 + e * u) from the stored exponentials e, which may be in y itself.
   template <bool flip>
   LML_INLINE void write_from_odds(const T* e, const Fit<T>& fit) const {
     const T u = static_cast<T>(fit.odds);
@@ -87,7 +87,7 @@ struct ForwardRow : Row<S> {
     });
   }
 
-  // Writes nu and y or log y of a solved row. `e` contains the exponentials, as in `write_from_odds`.
+  // Writes nu and y or log y for a solved row. `e` contains the exponentials, as in `write_from_odds`.
   LML_INLINE void write_solved(const T* e, const Fit<T>& fit, bool flip) const {
     set_nu(fit.nu);
     if (fit.status != Fit<T>::solved || fit.clamped || output != Output::projection) return write_from_nu();
@@ -112,7 +112,7 @@ struct ForwardRow : Row<S> {
     return found;
   }
 
-  // Handles masks, infinities, NaN, k <= 0 and k >= m. The finite available entries are solved as a row of their own.
+  // Handles masks, infinities, NaN, k <= 0 and k >= m. The finite available entries are solved as a separate row.
   void general(double k, Scratch<T>& packed, Scratch<T>& work) const {
     T* finite = packed.room(n);
     T* room = work.room(n);
@@ -230,7 +230,7 @@ ForwardRow<S> forward_row(const ForwardArgs& args, const Span& span, int64_t r, 
   return {{args.batch, span, team}, args.output, args.bound, part_of<S>(args.y, span), nu, nu + args.batch.rows};
 }
 
-// Blocks of short rows that are solved one per lane.
+// Blocks of short rows that are solved with one row per lane.
 template <class S>
 class LaneBlock {
   static constexpr int most_blocks = 2;
@@ -329,7 +329,7 @@ class LaneBlock {
   LaneSolver solver_[most_blocks];
   S nowhere_[short_row];  // the output of lanes whose results are discarded
 };
-// Lanes are float32. Rows of float64 are solved one by one.
+// Lanes are float32. float64 rows are solved one by one.
 template <>
 class LaneBlock<double> {
  public:

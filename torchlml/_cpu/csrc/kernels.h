@@ -1,5 +1,5 @@
-// The interface between the bindings and the kernels of each instruction set. It includes no torch header, so that
-// the kernels can be compiled alone (the sanitizer driver does this).
+// The interface between the bindings and the kernels for each instruction set. It includes no torch header, so that
+// the kernels can be compiled without torch (the sanitizer driver does this).
 //
 // To add a kernel NAME for an operator that torchlml already defines and implements in pure PyTorch:
 //   1. Here: add a struct NameArgs with the inputs and outputs, and a line in LML_KERNELS_TABLE.
@@ -50,7 +50,7 @@ inline constexpr int64_t long_row = 131072, piece_size = 32768;
 // Calls piece(context, i) for every i < pieces, on any threads and in any order, and returns when all are done.
 using Team = void (*)(int64_t pieces, void (*piece)(const void* context, int64_t i), const void* context);
 
-// The rows [begin, end), and the team that processes the pieces of long rows (null = the calling thread alone).
+// The rows [begin, end), and the team that processes the pieces of long rows (null = only the calling thread).
 struct Rows {
   int64_t begin, end;
   Team team;
@@ -82,13 +82,13 @@ struct BackwardArgs {
   bool bounded = false;  // if true, a row with nu = 0 is free: k does not constrain it
 };
 
-// The optimal value of the projection problem, one value per row.
+// The optimal value of the projection problem for each row.
 struct ValueArgs {
   ForwardArgs solve;  // with Output::none
   double* value;
 };
 
-// The projection onto {0 <= y <= upper, sum y = k} of constrained_softmax or constrained_sparsemax.
+// The projection onto {0 <= y <= upper, sum(y) = k}, as in constrained_softmax or constrained_sparsemax.
 struct ConstrainedProblem {
   Batch batch;
   bool sparsemax;
@@ -110,7 +110,7 @@ struct ConstrainedBackwardArgs {
   const double* nu;
   void* dx;
   double* dk;
-  double* d_upper;  // null, or like x, or one value per row if all entries share one bound
+  double* d_upper;  // null, or like x, or one value per row if all entries share a bound
 };
 
 // A mask with ones at the k largest entries and zeros elsewhere.
@@ -167,11 +167,12 @@ struct BalancedForwardArgs {
   const double* mu;
   int64_t part_rows;
   void* y;        // in the work dtype
-  void* inverse;  // 1 / the row sum of w = y (1 - y), or 0 if it is 0, in the work dtype
-  double* sums;   // (parts, 3, width): column sums of y, w and w y
+  void* inverse;  // 1 / (row sum of w), where w = y * (1 - y), or 0 if the sum is 0; in the work dtype
+  double* sums;   // (parts, 3, width): column sums of y, w and w * y
 };
 
-// The product w' diag(inverse) w p for one vector p. The rows are divided into parts as in BalancedForwardArgs.
+// The product W^T * diag(inverse) * W * p for one vector p, where W is the matrix of w = y * (1 - y). The rows are
+// divided into parts as in BalancedForwardArgs.
 struct BalancedProductArgs {
   const void* y;
   const void* inverse;  // in the work dtype
@@ -200,7 +201,7 @@ struct BalancedProductArgs {
 template <class Args>
 using Kernel = void (*)(const Args&, const Rows&);
 
-// The kernels of one instruction set.
+// The kernels for one instruction set.
 struct Kernels {
   const char* name;
 #define LML_DECLARE(kernel, Args) Kernel<Args> kernel[dtype_count];
@@ -215,8 +216,8 @@ extern const Kernels kernels_v4;
 int processor_level();  // 4, 3, or 1 for the baseline
 #endif
 
-// careful.cpp and careful_constrained.cpp: slow but simple solvers in double precision, for rows that the fast solvers
-// cannot certify. A threshold is nu = -center + delta.
+// careful.cpp and careful_constrained.cpp contain slow but simple solvers in double precision, for rows that the fast
+// solvers cannot certify. A threshold is nu = -center + delta.
 struct Threshold {
   double center, delta;
 };
@@ -229,11 +230,11 @@ double threshold_center(T* x, int64_t n, double k);
 template <class T>
 Threshold careful_solve(T* x, int64_t n, double k);
 
-// Returns the k-th largest of n entries, 1 <= k <= n. Reorders `x`.
+// Returns the k-th largest of n entries, where 1 <= k <= n. Reorders `x`.
 template <class T>
 T kth_largest(T* x, int64_t n, int64_t k);
 
-// Computes nu of a projection onto {0 <= y <= upper, sum y = k} for finite entries and 0 < k < sum of upper. `upper`
+// Computes nu for a projection onto {0 <= y <= upper, sum(y) = k}, for finite entries and 0 < k < sum(upper). `upper`
 // has one bound for each entry, or a single bound if `stride` is 0.
 template <class T>
 Threshold careful_constrained(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool sparsemax);

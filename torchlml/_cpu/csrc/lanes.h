@@ -1,7 +1,7 @@
 // Solves short rows, one row per vector lane. A block of rows is transposed when it is read and when it is written, so
 // that moments, exponentials, sums and steps are vertical operations. There are no sums over lanes, and one vector
-// division serves the whole block. The method is that of solve.h. A row's result does not depend on its neighbors,
-// because each lane stops when its own certificate holds and does not change afterwards.
+// division serves the whole block. The method is the same as in solve.h. A row's result does not depend on its
+// neighbors, because each lane stops when its own certificate holds and does not change afterwards.
 #pragma once
 
 #include "solve.h"
@@ -15,14 +15,15 @@ constexpr int64_t columns_per_sum = 16;  // number of entries that are summed be
 
 // Computes log a to about 7 digits, for normal a > 0.
 LML_INLINE vfloat vlog(vfloat a) {
-  const ifloat exponent = (cast_bits<ifloat>(a) - 0x3f3504f3) >> 23;  // puts the mantissa in [sqrt 1/2, sqrt 2)
+  const ifloat exponent = (cast_bits<ifloat>(a) - 0x3f3504f3) >> 23;  // puts the mantissa in [sqrt(1/2), sqrt(2))
   const vfloat mantissa = cast_bits<vfloat>(cast_bits<ifloat>(a) - (exponent << 23));
   const vfloat s = (mantissa - 1.0f) / (mantissa + 1.0f), q = s * s;
   return __builtin_convertvector(exponent, vfloat) * 0.69314718f +
          s * (2.0f + q * (0.66666667f + q * (0.4f + q * 0.28571429f)));
 }
 
-// Computes log(a / b) = log(1 + (a - b) / b), given a - b. It has full relative accuracy if the difference is small.
+// Computes log(a / b) = log(1 + (a - b) / b), given a - b. It is accurate to full relative precision if the difference
+// is small.
 LML_INLINE vfloat log_ratio(vfloat a, vfloat b, vfloat difference) {
   const vfloat s = difference / (a + b), q = s * s;
   const vfloat near = s * (2.0f + q * (2.0f / 3 + q * (2.0f / 5 + q * (2.0f / 7 + q * (2.0f / 9)))));
@@ -80,8 +81,9 @@ class LaneSolver {
     const bool* mask[block_rows];
     int64_t size[block_rows];
     float k_high[block_rows], k_low[block_rows];  // k as an unevaluated sum
-    // Two arrays of the size of the block that are read or written soon: the next block and the output. They are
-    // fetched into the cache while the block is solved, because the processor does not prefetch so many rows at once.
+    // Two arrays of the same size as the block that will be read or written soon: the next block and the output. They
+    // are fetched into the cache while the block is solved, because the processor does not prefetch so many rows at
+    // once.
     const void* soon[2];
   };
 
@@ -124,8 +126,8 @@ class LaneSolver {
   }
 
   ifloat solved() const { return solved_; }
-  // Rows whose y cannot be computed from the exponentials: the target is flipped, and the exponential of an entry with
-  // a tiny y was clamped.
+  // Rows whose y cannot be computed from the exponentials, because the target is flipped and the exponential of an
+  // entry with a tiny y was clamped.
   ifloat clamped() const { return clamped_; }
   void nu(float* high, float* low) const {
     const ExactSum delta(delta_, last_step_);
@@ -135,7 +137,7 @@ class LaneSolver {
     store(low, rounded.error);
   }
 
-  // Writes y of all lanes. y[i] has space for the entries of row i.
+  // Writes y for all lanes. y[i] must have space for the entries of row i.
   template <class S>
   void write(S* const (&y)[block_rows], const int64_t (&size)[block_rows]) const {
     if (!any<float>(flip_)) return write_projection<false, false>(y, size);  // gaps have e = 0 and y = 0
@@ -282,7 +284,7 @@ class LaneSolver {
     }
   }
 
-  // Fetches a part of the arrays that are needed soon. Fetching any address is harmless.
+  // Prefetches a part of the arrays that will be needed soon. Prefetching any address is harmless.
   LML_INLINE void fetch(int64_t column) const {
     for (const char* array : soon_) __builtin_prefetch(array + column * column_bytes_);
   }
@@ -329,8 +331,8 @@ class LaneSolver {
     });
     clamped_ &= flip_;
     residual_ = (count_ - k_) - sum;
-    w_ = sum - squares;                                     // sum of r (1 - r)
-    bend_ = (squares - (cubes[0] + cubes[1])) * 2.0f - w_;  // sum of r (1 - r) (2 r - 1)
+    w_ = sum - squares;                                     // sum of r * (1 - r)
+    bend_ = (squares - (cubes[0] + cubes[1])) * 2.0f - w_;  // sum of r * (1 - r) * (2 * r - 1)
   }
 
   // Computes the sums at delta (see SignedSums).
@@ -360,7 +362,7 @@ class LaneSolver {
     w_ = w_sum, bend_ = w_sum - 2.0f * (wy_sum[0] + wy_sum[1]);
   }
 
-  // Takes Halley's step on log sum y - log k in the active lanes. A lane whose second-order step is short takes that
+  // Takes a Halley step on log(sum(y)) - log(k) in the active lanes. A lane whose second-order step is short takes that
   // step and is solved. A lane that leaves the range of its exponentials becomes inactive without being solved.
   template <bool first>
   LML_INLINE void step() {
@@ -418,8 +420,8 @@ class LaneSolver {
   LML_INLINE vfloat projection(int64_t j) const {
     const vfloat odds = e_[j] * odds_, r = reciprocal(1.0f + odds), t = odds * r;
     const ifloat over = greater(odds, 1.0f);
-    // The smaller of t and 1 - t has full relative accuracy. Computing the larger from it keeps the order of the
-    // entries, which odds * r near 1 does not.
+    // The smaller of t and 1 - t has full relative accuracy. Computing the larger from it preserves the order of the
+    // entries, whereas odds * r does not preserve the order near 1.
     const vfloat small = select<float>(over, r, 1.0f - t), large = select<float>(over, 1.0f - r, t);
     const vfloat y = vmin(flips ? select<float>(flip_, small, large) : large, splat(1.0f));
     return gaps ? keep<float>(available(x_[j]), y) : y;
@@ -436,7 +438,7 @@ class LaneSolver {
   ifloat flip_;       // k > n / 2: solve LML_(n-k)(-x) = 1 - LML_k(x), whose sums are small
   vfloat k_, k_low_;  // the smaller of k and n - k, as an unevaluated sum
   vfloat center_, delta_, last_step_, low_, high_;
-  vfloat odds_;                 // exp(z) = e odds, or exp(-z) = e odds for a flipped target
+  vfloat odds_;                 // exp(z) = e * odds, or exp(-z) = e * odds for a flipped target
   vfloat residual_, w_, bend_;  // the sums at delta
   ifloat active_, solved_, clamped_;
   // The padding avoids false dependencies: the processor compares only the last 12 bits of the addresses of a load and

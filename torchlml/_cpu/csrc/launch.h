@@ -45,9 +45,9 @@ void run_team(int64_t pieces, void (*piece)(const void*, int64_t), const void* c
   });
 }
 
-// Like `launch`, for kernels that can split a long row. If there are too few long rows to keep every thread busy, the
-// short rows run first, and then all threads work on one long row at a time. Both schedules give bitwise identical
-// results.
+// Like `each_rows`, but for kernels that can split a long row. If there are too few long rows to keep every thread
+// busy, the short rows run first, and then all threads work on one long row at a time. Both schedules give bitwise
+// identical results.
 template <class F>
 void each_rows_or_piece(const Batch& b, const F& f) {
   const auto is_long = [&](int64_t r) { return row_span(b, r).size > long_row; };

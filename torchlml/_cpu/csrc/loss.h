@@ -1,4 +1,4 @@
-// The LML loss of one row, -sum c log y over its labels, and its derivatives.
+// The LML loss of one row, -sum(c * log(y)) over its labels, and its derivatives.
 #pragma once
 
 #include "backward_rows.h"
@@ -88,7 +88,7 @@ struct LossRow {
     return any;
   }
 
-  // Returns -c log y of a label whose entry or nu is not finite.
+  // Returns -c * log(y) for a label whose entry or nu is not finite.
   double limit(T a, T c, double k) const {
     const T infinity = static_cast<T>(HUGE_VAL);
     double log_y = a > -infinity && high > 0 ? 0 : -HUGE_VAL;
@@ -114,7 +114,7 @@ struct LossRow {
 
   static LML_INLINE Vec<T> sigma_minus(Vec<T> z) { return Logistic<T>(z).sigma(-z); }
 
-  // `room` has space for one value per entry and may be dx itself.
+  // Computes dx and dk. `room` must have space for one value per entry and may be dx itself.
   void gradient(double g, double k, S* dx, double* dk, T* room, Team team) const {
     const BackwardRow<S> row{{batch, span, team}, nullptr, nullptr, dx, dk, high, low};
     vdouble sum{};
@@ -160,7 +160,8 @@ class LabelBlock {
   int size() const { return size_; }
   void clear() { size_ = 0; }
 
-  // Adds the labels of a row if the row is ordinary: it has few labels, and their entries are finite.
+  // Adds the labels of a row if the row is ordinary, which means that it has few labels, and nu and the entries of the
+  // labels are finite.
   LML_INLINE Kind add(const LossRow<S>& row) {
     const int begin = size_;
     Kind kind = none;
@@ -261,7 +262,7 @@ class LossBackwardBlock {
     return true;
   }
 
-  // Computes the gradients of all added rows. Calls `otherwise(r)` for rows whose w are too small for an accurate sum.
+  // Computes the gradients for all added rows. Calls `otherwise(r)` for rows whose w are too small for an accurate sum.
   template <class F>
   __attribute__((noinline)) void finish(const F& otherwise) {
     if (count_ == 0) return;

@@ -1,7 +1,7 @@
-// Allows a kernel that was compiled on a recent Linux to load on an older one. The kernels and torch's headers call a
-// few functions that the linker would bind to their newest symbol versions, although an older version does the same.
-// The linker option `--wrap=NAME` (see setup.py) redirects these calls to __wrap_NAME in this file, which calls the
-// older version.
+// Allows a kernel that was compiled on a recent Linux system to load on an older one. The kernels and torch's headers
+// call a few functions that the linker would bind to their newest symbol versions, although an older version does the
+// same. The linker option `--wrap=NAME` (see setup.py) redirects these calls to __wrap_NAME in this file, which calls
+// the older version.
 #include <stdlib.h>  // defines __GLIBC__ if the C library is glibc
 
 #ifdef __GLIBC__
@@ -25,7 +25,7 @@ __asm__(".symver first_log,log@" LML_FIRST_GLIBC);
 double __wrap_exp(double x) { return first_exp(x); }
 double __wrap_log(double x) { return first_log(x); }
 
-// GCC 9 introduced separate default constructors of these classes. Older versions have only a constructor with an
+// GCC 9 introduced separate default constructors for these classes. Older versions have only a constructor with an
 // argument that has a default value.
 void __wrap__ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev(void* self) {
   new (self) std::stringstream(std::ios_base::in | std::ios_base::out);

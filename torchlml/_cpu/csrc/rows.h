@@ -86,7 +86,7 @@ LML_INLINE void each_block(int64_t n, const F& f) {
   for (int64_t start = 0; start < n; start += block) f(start, n - start < block ? n - start : block);
 }
 
-// Calls f for every vector, and flush after every block of vectors.
+// Calls `f` for every vector, and `flush` after every block of vectors.
 template <class T, int64_t vectors, class F, class G>
 LML_INLINE void each_vector_in_blocks(int64_t n, const F& f, const G& flush) {
   each_block<T, vectors>(n, [&](int64_t start, int64_t size) __attribute__((always_inline)) {
@@ -113,8 +113,8 @@ __attribute__((noinline)) void each_piece(int64_t n, Team team, const F& f) {
 }
 
 // The functions below take a short path for rows of up to `long_row` entries and a long path for longer rows. The long
-// path gets a copy of f, and f should capture by value. Otherwise the captured variables escape, and the compiler would
-// reload them after each store on the short path, too.
+// path gets a copy of f, and f should capture by value. Otherwise, the captured variables would escape, and the
+// compiler would reload them after each store even on the short path.
 
 // Calls f(begin, size) once for the whole row, or for every piece of a long row.
 template <class F>

@@ -1,6 +1,6 @@
-// Vectors of one instruction set: GCC/Clang vector extensions, with intrinsics only where compilers do not generate the
-// best instruction. Everything has internal linkage, because the same source is compiled once per instruction set and
-// the linker must never merge the copies.
+// Vectors for one instruction set, based on GCC/Clang vector extensions, with intrinsics only where compilers do not
+// generate the best instruction. Everything has internal linkage, because the same source is compiled once per
+// instruction set and the linker must never merge the copies.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct Lanes<float> {
   typedef float V __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef int32_t I __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef uint16_t H __attribute__((vector_size(LML_VECTOR_BYTES / 2)));  // the same lanes in 16 bits
-  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // and in 8 bits
+  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // the same lanes in 8 bits
 };
 template <>
 struct Lanes<double> {
@@ -108,7 +108,7 @@ LML_INLINE vdouble vmin(vdouble a, vdouble b) {
 LML_INLINE vfloat vabs(vfloat a) { return cast_bits<vfloat>(cast_bits<ifloat>(a) & 0x7fffffff); }
 LML_INLINE vdouble vabs(vdouble a) { return cast_bits<vdouble>(cast_bits<idouble>(a) & 0x7fffffffffffffffLL); }
 
-// a > b as a lane mask. (`>` and `?:` on 64-bit lanes break GCC 12 without SSE4.1.)
+// Returns a > b as a lane mask. (`>` and `?:` on 64-bit lanes break GCC 12 without SSE4.1.)
 LML_INLINE ifloat greater(vfloat a, vfloat b) { return a > b; }
 LML_INLINE idouble greater(vdouble a, vdouble b) {
 #if defined(__SSE2__) && !defined(__AVX2__)
@@ -120,7 +120,7 @@ LML_INLINE idouble greater(vdouble a, vdouble b) {
 LML_INLINE ifloat greater(vfloat a, float b) { return greater(a, splat(b)); }
 LML_INLINE idouble greater(vdouble a, double b) { return greater(a, splat(b)); }
 
-// a where the mask is set, otherwise b.
+// Returns a where the mask is set, and b otherwise.
 template <class T>
 LML_INLINE Vec<T> select(Mask<T> mask, Vec<T> a, Vec<T> b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -134,13 +134,13 @@ LML_INLINE Vec<T> select(Mask<T> mask, Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// a where the mask is set, otherwise 0.
+// Returns a where the mask is set, and 0 otherwise.
 template <class T>
 LML_INLINE Vec<T> keep(Mask<T> mask, Vec<T> a) {
   return cast_bits<Vec<T>>(mask & cast_bits<Mask<T>>(a));
 }
 
-// a, negated where the mask is set.
+// Returns a, negated where the mask is set.
 template <class T>
 LML_INLINE Vec<T> negate_where(Mask<T> mask, Vec<T> a) {
   constexpr auto sign = sizeof(T) == 4 ? int64_t{INT32_MIN} : INT64_MIN;
@@ -163,7 +163,7 @@ LML_INLINE bool any(Mask<T> mask) {
 #endif
 }
 
-// True in the first `count` lanes.
+// Returns a mask that is true in the first `count` lanes.
 template <class T>
 LML_INLINE Mask<T> first_lanes(int64_t count) {
   Vec<T> index;
@@ -253,7 +253,8 @@ LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
 #endif
 }
 
-// The sum over the lanes of each vector, in a fixed order: the steps of `transpose`, with an addition after each step.
+// Returns the sum over the lanes of each vector, in a fixed order. It follows the steps of `transpose` and adds after
+// each step.
 LML_INLINE vfloat sums_over_lanes(vfloat (&a)[lanes<float>]) {
 #if defined(__SSE2__)
   part_t b[lanes<float> / 4];

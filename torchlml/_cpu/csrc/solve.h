@@ -1,7 +1,7 @@
-// Solves for the threshold nu of one row of finite entries: sum sigma(x + nu) = k with 0 < k < n.
+// Finds nu for one row of finite entries, such that sum(sigmoid(x + nu)) = k with 0 < k < n.
 //
-// The solver stores one exponential e per entry. Every later evaluation is sigma = e u / (1 + e u). With a good first
-// guess and Halley's method in log space, two or three evaluations suffice.
+// The solver stores one exponential e per entry. Every later evaluation computes y = e * u / (1 + e * u). With a good
+// first guess and Halley's method in log space, two or three evaluations suffice.
 #pragma once
 
 #include <math.h>
@@ -19,7 +19,7 @@ struct Limits<float> {
   static constexpr double reach = 16;        // largest |delta| before the row must be centered again
   static constexpr double slope = 1e-12;     // smallest sum of w, per entry, that clamping z cannot affect
   static constexpr double last_step = 5e-3;  // longest last step: its cubic error is below 1e-7
-  static constexpr double gap = 0.02;        // below this ratio sum w / sum y, sum y is treated as a staircase in nu
+  static constexpr double gap = 0.02;        // if sum(w) / sum(y) is smaller, sum(y) is treated as a staircase in nu
 };
 template <>
 struct Limits<double> {
@@ -89,7 +89,7 @@ LML_INLINE Moments moments(const S* x, const Target& target) {
   return {static_cast<double>(origin) + mean, variance < 0 ? 0 : variance};
 }
 
-// Returns the approximate nu of normally distributed entries with the mean and variance of the row.
+// Returns the approximate nu for normally distributed entries with the mean and variance of the row.
 template <class S>
 LML_INLINE double guess(const S* x, const Target& target) {
   const Moments row = moments(x, target);
@@ -103,7 +103,7 @@ struct Fit {
   enum Status { solved, not_finite, declined, careful } status;
   bool clamped;  // a flipped target had an entry with a clamped exp(z), whose tiny y cannot be computed from e
   Threshold nu;
-  double odds;  // if solved, exp(z) = e odds, or exp(-z) = e odds for a flipped target
+  double odds;  // if solved, exp(z) = e * odds, or exp(-z) = e * odds for a flipped target
   Vec<T> tail;  // the last, partial vector of e
 };
 
@@ -116,7 +116,7 @@ class Newton {
   static constexpr T unscale = 1 / Stored::scale(T{});
 
  public:
-  // `e` has space for n entries and must not alias x.
+  // Stores the exponentials in `e`, which must have space for n entries and must not alias x.
   template <class S>
   LML_INLINE void begin(const S* x, const Target& target, T center, T* e, Team team) {
     n_ = target.n, k_ = target.small, flip_ = target.flip, e_ = e, team_ = team;
@@ -143,7 +143,7 @@ class Newton {
       return false;
     }
     (residual_ > 0 ? high_ : low_) = delta_;
-    // Halley's step on log sum y - log k, which is linear in delta unless entries saturate.
+    // A Halley step on log(sum(y)) - log(k), which is nearly linear in delta unless entries saturate.
     const double step = -log_ratio(y, k_) * (y / w_), denominator = 1 + 0.5 * step * (bend_ / w_ - w_ / y);
     return move(step / (denominator < 0.5 ? 0.5 : denominator > 2 ? 2 : denominator));
   }
@@ -183,7 +183,7 @@ class Newton {
     }
   }
 
-  // Stores e of the entries x and returns their sums. part[3] is not finite if an entry is not finite, and `above` is
+  // Stores e for the entries x and returns their sums. part[3] is not finite if an entry is not finite, and `above` is
   // nonzero if an entry was clamped. Only the last piece of a row has a tail.
   template <bool watch_top, class S, class F>
   static LML_INLINE Totals exponentials(const S* x, T* e, int64_t n, F centred, Vec<T>* last) {
@@ -218,7 +218,7 @@ class Newton {
       if (!(w >= L::slope * static_cast<double>(n_))) return;
       if (close_enough(-residual / w)) return finish(-residual / w, sums.part[2] / w);
       (residual > 0 ? high_ : low_) = delta_;
-      // Newton's step on log A - log B, where A - B = residual. It is exact for exponential tails and across a wide
+      // A Newton step on log A - log B, where A - B = residual. It is exact for exponential tails and across a wide
       // gap.
       const double least = 1e-8 * t, p = 0.5 * (t + st), q = 0.5 * (t - st);
       const double a = (p > least ? p : least) + (over > 0 ? over : 0);
@@ -242,8 +242,8 @@ class Newton {
 
   static bool close_enough(double step) { return step < L::last_step && step > -L::last_step; }
 
-  // The second and third derivatives of sum y never exceed the first. This second-order step therefore ends within
-  // 0.7 |step|^3 of the root, which is the certificate.
+  // The second and third derivatives of sum(y) never exceed the first. This second-order step therefore ends within
+  // 0.7 * |step|^3 of the root, which is the certificate.
   void finish(double step, double curvature) {
     const double s = step * (1 - 0.5 * curvature * step);
     delta_ += s;
@@ -311,7 +311,7 @@ __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, 
   return fit;
 }
 
-// Computes nu of one row. The status is `not_finite` if a sum is not finite because the row has infinite, NaN or huge
+// Computes nu for one row. The status is `not_finite` if a sum is not finite because the row has infinite, NaN or huge
 // (near 1e38) entries.
 template <class S, class T = typename Work<S>::type>
 Fit<T> fit_row(const S* x, const Target& target, T* e, Team team) {

@@ -1,4 +1,4 @@
-// Sums over a row of finite entries at one nu: sum y and its derivatives, in blocks that are accumulated in double.
+// Sums over a row of finite entries at one nu: sum(y) and its derivatives, in blocks that are accumulated in double.
 #pragma once
 
 #include "rows.h"
@@ -15,7 +15,7 @@ struct Parts {
   Mask<T> above{};  // minus the number of z > 0, for the kinds that count them
 };
 
-// The sums of y and its derivatives w = y (1 - y) and w (1 - 2 y). They are accurate enough for a first step.
+// The sums of y and its derivatives w = y * (1 - y) and w * (1 - 2 * y). They are accurate enough for a first step.
 template <class T>
 struct Sums : Parts<T, 3, 32> {
   using Parts<T, 3, 32>::part;
@@ -27,8 +27,8 @@ struct Sums : Parts<T, 3, 32> {
   }
 };
 
-// Let t = sigma(-|z|), and s = -1 if z > 0, else 1. This sums s t instead of y, and counts the entries with z > 0. The
-// residual (number of z > 0) - k + sum s t is accurate relative to sum t, even if y rounds to 1.
+// Let t = sigmoid(-|z|), and s = -1 if z > 0, else 1. This class sums s * t instead of y, and counts the entries with
+// z > 0. The residual (number of z > 0) - k + sum(s * t) is accurate relative to sum(t), even if y rounds to 1.
 template <class T>
 struct SignedSums : Parts<T, 3, 16> {
   using Parts<T, 3, 16>::part, Parts<T, 3, 16>::above;
@@ -42,7 +42,7 @@ struct SignedSums : Parts<T, 3, 16> {
   }
 };
 
-// For rows in which sum y is nearly a staircase function of nu. This also computes the sums of t and of s w, which
+// For rows in which sum(y) is nearly a staircase function of nu. This class also computes sum(t) and sum(s * w), which
 // separate the two sides of a gap.
 template <class T>
 struct TwoSidedSums : Parts<T, 5, 16> {
@@ -77,8 +77,8 @@ struct LongSum {
   }
 };
 
-// Computes sums of the given kind over n entries. `odds(i)` returns exp(z) of the i-th full vector, and `odds_tail()`
-// returns exp(z) of the remaining entries, padded with zeros. `prepare(i)` is called for all vectors of a block before
+// Computes sums of the given kind over n entries. `odds(i)` returns exp(z) for the i-th full vector, and `odds_tail()`
+// returns exp(z) for the remaining entries, padded with zeros. `prepare(i)` is called for all vectors of a block before
 // their odds are read: two short loops overlap far better than one loop with both dependency chains.
 template <class T, template <class> class Kind, class Prepare, class Odds, class Tail>
 LML_INLINE Totals evaluate(int64_t n, const Prepare& prepare, const Odds& odds, const Tail& odds_tail) {

@@ -1,4 +1,4 @@
-// The optimal value of the projection problem, sum softplus(x + nu) - k nu, one value per row.
+// The optimal value of the projection problem, sum(softplus(x + nu)) - k * nu, for each row.
 #pragma once
 
 #include "backward.h"
@@ -6,8 +6,9 @@
 namespace torchlml {
 namespace {
 
-// Each entry with z > 0 contributes nu to the sum. For k near n these terms would cancel with k nu, so they are counted
-// separately: the sum of x over z > 0, plus (their number - k) nu, plus the sum of log(1 + exp(-|z|)).
+// Each entry with z > 0 contributes nu to the sum. For k near n, these terms would nearly cancel with k * nu. Therefore
+// the value is computed as the sum of x over the entries with z > 0, plus (number of these entries - k) * nu, plus the
+// sum of log(1 + exp(-|z|)) over all entries.
 template <class S>
 double row_value(const Row<S>& row, double k, typename Work<S>::type high, typename Work<S>::type low) {
   using T = typename Work<S>::type;
@@ -38,7 +39,8 @@ double row_value(const Row<S>& row, double k, typename Work<S>::type high, typen
   return value == value ? value : HUGE_VAL;  // an entry of +inf leads to inf - inf in the compensated sum
 }
 
-// The value in special cases: 0 for k = 0, the sum of the entries if there are at most k, and +inf if an entry is +inf.
+// The value in special cases: 0 for k = 0, the sum of the entries if there are at most k entries, and +inf if an entry
+// is +inf.
 template <class S>
 double limit_value(const Row<S>& row, double k, double high) {
   if (high != high) return high;

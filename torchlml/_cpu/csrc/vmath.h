@@ -32,7 +32,7 @@ struct Within : Stored {
   static constexpr float floor(float) { return -HUGE_VALF; }
 };
 
-// Evaluates a polynomial, given from the coefficient of the highest power down to the constant.
+// Evaluates a polynomial whose coefficients are given from the highest power down to the constant.
 template <class V>
 LML_INLINE V horner(V, V p) {
   return p;
@@ -44,7 +44,7 @@ LML_INLINE V horner(V x, V p, C next, Rest... rest) {
 
 template <class Range = Plain>
 LML_INLINE vfloat vexp(vfloat a) {
-  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
+  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
   constexpr float scale = Range::scale(0.0f);
   const vfloat shifted = a * 1.44269504f + shift;
   const vfloat n = shifted - shift;
@@ -53,7 +53,7 @@ LML_INLINE vfloat vexp(vfloat a) {
 #else
   const vfloat r = (a - n * 0.693359375f) + n * 2.12194440e-4f;
 #endif
-  // Estrin's scheme: the speed depends on how many of these dependency chains fit into the reorder buffer.
+  // Use Estrin's scheme, because the speed depends on how many of these dependency chains fit into the reorder buffer.
   const vfloat r2 = r * r;
   const vfloat p01 = scale * 1.0000000107715701f * r + scale * 1.0000000754548972f;
   const vfloat p23 = scale * 0.16666505260408123f * r + scale * 0.49998869378303398f;
@@ -80,7 +80,7 @@ LML_INLINE vdouble vexp(vdouble a) {
   return keep<double>(greater(a, Range::floor(0.0)), scaled);
 }
 
-// Computes log(1 + t) for 0 <= t <= 1, as 2 atanh(t / (2 + t)), which has full relative accuracy for tiny t as well.
+// Computes log(1 + t) for 0 <= t <= 1, as 2 * atanh(t / (2 + t)), which has full relative accuracy even for tiny t.
 // The added constant keeps the square of a tiny number from being subnormal, because subnormal arithmetic is slow.
 LML_INLINE vfloat vlog1p(vfloat t) {
   const vfloat s = t / (2.0f + t), q = (s + 1e-18f) * (s + 1e-18f);
@@ -94,9 +94,9 @@ LML_INLINE vdouble vlog1p(vdouble t) {
                     0.28571428545454114534, 0.40000000000185747468, 0.66666666666666149594, 2.0);
 }
 
-// The common terms of all formulas in z: a = exp(-|z|) and r = 1 / (1 + a). Then sigma(-|z|) = a r and w = a r^2 have
-// full relative accuracy, and 1 - a r is exactly 1 at infinity, although r is an approximation. The approximation a is
-// clamped to 1, because sigma(0) must be 1/2.
+// The common terms of all formulas in z: a = exp(-|z|) and r = 1 / (1 + a). Then sigmoid(-|z|) = a * r and
+// w = a * r^2 have full relative accuracy, and 1 - a * r is exactly 1 at infinity, although r is an approximation. The
+// approximation a is clamped to 1, because sigmoid(0) must be 1/2.
 template <class T>
 struct Logistic {
   Vec<T> a, r;
