@@ -77,7 +77,7 @@ def test_the_sentences_about_training_match_the_csv() -> None:
     assert large["memory_mb"] < 2000
     assert large["epoch_seconds"] < 600
     low = [(row["memory_mb"] - row["forecast_mb"]) / 1000 for row in alone.values()]
-    assert f"The forecast of the memory is {min(low):.1f}–{max(low):.1f} GB too low" in page
+    assert f"The memory forecast is {min(low):.1f}–{max(low):.1f} GB too low" in page
     for row in training_rows():
         if row["processes"] == 2:
             rate, memory = f"{row['samples_per_second']:,.0f}", f"{row['memory_mb'] / 1000:.1f} GB"
