@@ -36,7 +36,7 @@ SECTIONS = {
     "losses": "choosing-a-loss.md",
     "benchmarks": "benchmarks.md",
 }
-# The titles of generated tables, which have no heading of their own.
+# The titles of the pages with generated tables, which have no headings.
 TABLES = {
     "results/benchmarks.md": "Benchmarks: all tables",
     "results/multilabel/kept-labels.md": "Multi-label: all tables",
@@ -101,7 +101,7 @@ def command_reference() -> str:
     names += [f"figures {name}" for name in commands.FIGURES]
     parts = [
         "# Command line reference",
-        "Generated from the parsers: the output of `torchlml COMMAND --help`.",
+        "This page is generated: it shows the output of `torchlml COMMAND --help` for every command.",
     ]
     for name in names:
         output = io.StringIO()
@@ -122,8 +122,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Translate the relative links of a page from repository paths to site paths, and set its title.
 
-    The title in the browser and in search results is the heading of the page, which has more words than the
-    entry in the navigation.
+    The title in the browser and in search results is the heading of the page, which is longer than its entry
+    in the navigation.
     """
     site = page.file.src_uri
     if site in TABLES:

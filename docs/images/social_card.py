@@ -1,6 +1,6 @@
-"""Draw social-card.png, the preview of a shared link: `python docs/images/social_card.py`.
+"""Draw social-card.png, the preview image of shared links: `python docs/images/social_card.py`.
 
-It shows the logits of the first example in the playground.
+The image shows the logits of the first example in the playground.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torchlml
 PAPERS, REVIEWERS, K, MOST = 40, 30, 3, 5
 torch.manual_seed(0)
 fit = torch.rand(PAPERS, REVIEWERS, dtype=torch.float64)
-fit += 0.5 * torch.rand(REVIEWERS, dtype=torch.float64)  # some reviewers fit every paper
+fit += 0.5 * torch.rand(REVIEWERS, dtype=torch.float64)  # some reviewers are a good fit for every paper
 allowed = torch.rand(PAPERS, REVIEWERS) > 0.1
 
 # The best assignment, by linear programming.

@@ -15,7 +15,7 @@ logits = torch.zeros(features, requires_grad=True)
 weights = torch.zeros(features, requires_grad=True)
 optimizer = torch.optim.Adam([logits, weights], lr=0.05)
 for step in range(601):
-    chosen = KSubset(k, logits=logits).rsample((16,))  # forward: exactly k ones; backward: the mean
+    chosen = KSubset(k, logits=logits).rsample((16,))  # exactly k ones, with the gradient of the mean
     loss = F.mse_loss((chosen * weights) @ x.T, y.expand(16, -1))
     optimizer.zero_grad()
     loss.backward()

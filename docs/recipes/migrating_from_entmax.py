@@ -1,4 +1,4 @@
-"""Migrating from entmax: its budget and sparsemax layers, with bounds, masks and accurate half precision."""
+"""Migrating from entmax: budget and sparsemax layers, plus caps, -inf entries, accurate half precision."""
 
 import torch
 

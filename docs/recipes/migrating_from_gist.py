@@ -13,7 +13,7 @@ print("y:", [round(each, 4) for each in y[0].tolist()])
 y[0, 0].backward()
 print("gradient of the first output:", [round(each, 4) for each in x.grad[0].tolist()])
 
-# The gist searches for the threshold within 10 of the logits. For 100,000 equal logits, it lies outside.
+# The gist searches within 10 of the logits. For 100,000 equal logits, the threshold is outside this interval.
 y = torchlml.lml(torch.zeros(1, 100_000), 1)
 print(f"sum over 100,000 equal logits: {y.sum().item():.4f}")
 

@@ -37,4 +37,4 @@ for name, loss in losses.items():
         logits = model(features[test])
         recall = TopKRecall(k=k)(logits, true[test])
         chance = torchlml.lml(logits, k).gather(1, true[test]).mean()
-    print(f"{name:13s}  recall@4 of all four tags {recall:.2f}, mean lml of a correct tag {chance:.2f}")
+    print(f"{name:13s}  recall@4 {recall:.2f}, mean probability of a correct tag {chance:.2f}")

@@ -12,7 +12,7 @@ rule = torch.randn(12, predicates)  # the true scores of relations, unknown to t
 
 
 def images(count):
-    """Return the pairs of all images in one list, the offsets of their scores, and the observed relations."""
+    """Return the pairs of all images in one tensor, the offsets of their scores, and observed relations."""
     pairs, ends, observed = [], [0], []
     for objects in torch.randint(3, 9, (count,)).tolist():
         pair = torch.randn(objects * (objects - 1), 12)

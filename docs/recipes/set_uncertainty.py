@@ -14,5 +14,5 @@ logits = torch.tensor(
 d = KSubset(3, logits=logits)
 best = d.log_prob(d.mode).exp()
 for row in range(3):
-    sizes = f"{d.entropy()[row].exp():.1f} sets of {d.enumerate_support().shape[0]}"
+    sizes = f"{d.entropy()[row].exp():.1f} of {d.enumerate_support().shape[0]} sets"
     print(f"the top three are correct with probability {best[row]:.2f}, effectively {sizes}")

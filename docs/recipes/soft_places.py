@@ -1,4 +1,4 @@
-"""Soft places: the probability that an item is at place j of the ranking, and a ranker trained with NDCG."""
+"""Soft ranking: the probability that an item has rank j, and a ranker trained with NDCG."""
 
 import torch
 from torch import nn
@@ -10,13 +10,13 @@ def soft_places(x):
     """Return P with P[..., j, i] = lml(x, j + 1)[i] - lml(x, j)[i]. All rows and columns sum to 1."""
     n = x.shape[-1]
     rows = x.unsqueeze(-2)
-    first = torchlml.lml(rows.expand(*x.shape, n), torch.arange(1.0, n + 1))  # row j: the first j + 1 places
+    first = torchlml.lml(rows.expand(*x.shape, n), torch.arange(1.0, n + 1))  # row j: the top j + 1
     return first.diff(dim=-2, prepend=torch.zeros_like(rows))
 
 
 x = torch.tensor([0.3, 2.0, -1.0, 0.9])
 places = soft_places(x / 0.1)
-print("most likely item at each place:", places.argmax(-1).tolist())
+print("most likely item at each rank:", places.argmax(-1).tolist())
 print("sorted:", [round(value, 2) for value in (places @ x).tolist()])
 print("ranks: ", [round(value, 2) for value in (torch.arange(1.0, 5) @ places).tolist()])
 print("sums of the rows and columns:", *(f"{value:.4f}" for value in [*places.sum(-1), *places.sum(-2)]))

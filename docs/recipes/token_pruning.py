@@ -12,7 +12,7 @@ marker, words = torch.randn(WIDTH), torch.randn(CLASSES, WIDTH)
 
 
 def sequences(count):
-    """Draw noise, and add the signal of the class and a marker to four tokens at random positions."""
+    """Draw noise tokens, and add the class signal and a marker to four of them at random positions."""
     label = torch.randint(CLASSES, (count,))
     tokens = torch.randn(count, LENGTH, WIDTH)
     places = torch.rand(count, LENGTH).topk(KEEP).indices

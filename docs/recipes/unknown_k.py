@@ -27,7 +27,7 @@ for step in range(401):
     hidden = body(features)
     number = target.sum(-1).float()
     k = F.softplus(counts(hidden)).squeeze(-1).clamp(max=labels)
-    # LML uses the true k of each sample. A predicted k would keep growing: a larger k lowers the loss.
+    # LML uses the true k of each sample. A predicted k would keep growing, as a larger k lowers the loss.
     loss = torchlml.lml_loss(scores(hidden), target, k=number) + (k - number).square().mean()
     if step % 200 == 0:
         rank = scores(hidden).argsort(descending=True).argsort()

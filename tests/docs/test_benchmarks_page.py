@@ -145,7 +145,7 @@ def test_the_targets_of_pure_pytorch() -> None:
 
 
 def test_time_against_row_length() -> None:
-    (table,) = of_section(PAGE, "Time against row length")
+    (table,) = of_section(PAGE, "Time versus row length")
     same = {
         "operator": "projection",
         "metric": "time",
@@ -193,7 +193,7 @@ def test_the_summary() -> None:
 
 
 def test_share_of_the_bandwidth() -> None:
-    (table,) = of_section(PAGE, "Share of the memory bandwidth")
+    (table,) = of_section(PAGE, "Share of memory bandwidth")
     assert len(table.lines) >= 6
 
     def values(column: str, provider: str, n: str, threads: str) -> dict[tuple[str, str], float]:

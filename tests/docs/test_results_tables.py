@@ -256,7 +256,7 @@ def test_which_k(section: str, place: int, situation: tuple[str, str]) -> None:
 
 
 def test_which_k_of_lists_of_labels() -> None:
-    (table,) = of_section(K / "README.md", "Lists of labels")
+    (table,) = of_section(K / "README.md", "Text and image tags")
     for title, *cells in table.lines:
         found = [
             row for row in rows(RESULTS / "multilabel" / f"{title.split(',')[0]}.csv") if row["keep"] == "1.0"

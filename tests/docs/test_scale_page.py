@@ -65,8 +65,9 @@ def test_the_tables_about_training_match_the_csv() -> None:
             speed[place] = f"{row['samples_per_second']:,.0f}/s, {memory}"
             seconds = f"{row['epoch_seconds']:,.0f} s ({row['forecast_seconds']:,.0f})"
             needs[place] = f"{seconds}, {memory} ({row['forecast_mb'] / 1000:.1f})"
-    assert training_cells("Samples per second in training, and peak memory:") == speed
-    title = "Time of an epoch and peak memory, with the forecasts in parentheses:"
+    title = "The first table shows the training speed in samples per second and the peak memory:"
+    assert training_cells(title) == speed
+    title = "The second table shows the time per epoch and the peak memory, with forecasts in parentheses:"
     assert training_cells(title) == needs
 
 
@@ -78,7 +79,7 @@ def test_the_sentences_about_training_match_the_csv() -> None:
     assert large["memory_mb"] < 2000
     assert large["epoch_seconds"] < 600
     low = [(row["memory_mb"] - row["forecast_mb"]) / 1000 for row in alone.values()]
-    assert f"The forecast of the memory is {min(low):.1f}–{max(low):.1f} GB too low" in page
+    assert f"The memory forecast is {min(low):.1f}–{max(low):.1f} GB too low" in page
     for row in training_rows():
         if row["processes"] == 2:
             rate, memory = f"{row['samples_per_second']:,.0f}", f"{row['memory_mb'] / 1000:.1f} GB"

@@ -188,7 +188,7 @@ def test_the_text_about_the_routing_study():
         f"{low_bias:.2f} to {high_bias:.2f} for loss-free bias updates with a rate of 0.01 and "
         f"{low_other:.2f} to {high_other:.2f} for the auxiliary loss with a coefficient of 1.",
         f"With T = 0.01, the average load is {load(hard)}, but the loss is {differences(hard)[0]:.2f} to "
-        f"{differences(hard)[2]:.2f} higher.",
+        f"{differences(hard)[2]:.2f} higher than without balancing.",
         f"the load of the busiest expert is {load(ours, inference)} with T = 0.1, compared with "
         f"{load(first, inference)} (auxiliary loss, 1), {load(second, inference)} (loss-free bias, 0.01) and "
         f"{load('auxiliary loss, 0.1', inference)} (auxiliary loss, 0.1). With T = 1 it is "
