@@ -1,7 +1,8 @@
-"""ARCHITECTURE.md, "Where to make changes": the tables list every module, and every listed path exists."""
+"""The tables of ARCHITECTURE.md and tests/README.md list every module, and every listed path exists."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,3 +58,10 @@ def test_every_module_has_a_row() -> None:
         for path in sorted((ROOT / package).rglob("*.py")):
             if path.name not in ("__init__.py", "__main__.py", "settings.py"):
                 assert {path, path.parent} & listed, f"{path.relative_to(ROOT)} is not listed"
+
+
+def test_every_library_test_is_in_the_readme_of_the_tests() -> None:
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    patterns = re.findall(r"`(?:library/)?(test_[\w*]+\.py)`", page)
+    for path in sorted((ROOT / "tests" / "library").glob("test_*.py")):
+        assert any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns), path.name

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torchlml
 from tests.support import truth
+from tests.support.losses import EVERY
 from torchlml.metrics import TopKRecall, topk_recall
 
 LENGTHS = (3, 7, 5)
@@ -127,8 +128,7 @@ def test_losses_of_dense_labels() -> None:
     x = jagged([torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)], requires_grad=True)
     target = torch.tensor([0, 3, -100, 1, 2])
     weight = torch.rand(4, dtype=torch.float64)
-    for loss in ("lml_loss", "truncated_entropy_loss", "smooth_topk_svm_loss", "topk_svm_loss"):
-        function = getattr(torchlml, loss)
+    for function in EVERY:
         each = function(x, ragged_like(x, target), 2, weight=weight, reduction="none")
         assert each.shape == (2, x.shape[1])
         dense = function(x.values().detach(), target, 2, weight=weight, reduction="none")

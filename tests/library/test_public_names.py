@@ -36,10 +36,12 @@ def test_every_name_has_an_example_and_a_place_in_the_reference(name: str) -> No
     thing = getattr(torchlml, name, None) or getattr(metrics, name)
     assert ">>>" in (inspect.getdoc(thing) or "")
     assert name in text("docs/api/*.md"), "add the name to a page in docs/api"
+    assert name in text("docs/api/index.md"), "add the name to the index"
 
 
 def test_the_losses_are_public() -> None:
     assert set(losses.__all__) <= set(torchlml.__all__)
+    assert {function.__name__ for function in EVERY | SETS} <= set(losses.__all__)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -49,6 +51,7 @@ def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
     module = modules[name]
     assert module in losses.__all__
     assert module in text("docs/choosing-a-loss.md")
+    assert name in text("tools/bits.py"), "add the loss to tools/bits.py"
 
 
 @pytest.mark.parametrize("name", RELATED)
