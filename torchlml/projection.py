@@ -176,7 +176,8 @@ class LML(nn.Module):
     Args:
         k: the number of entries to choose, as for `lml`.
         dim: the dimension along which the result sums to k.
-        temperature: the number by which the logits are divided. As it goes to 0, the layer approaches a hard top-k.
+        temperature: the number by which the logits are divided. As it goes to 0, the layer approaches a hard
+            top-k.
         bound: "exactly", "at_most" or "at_least", as for `lml`.
         group: the processes across which the entries of each row are sharded, as for `lml`.
 

@@ -86,7 +86,7 @@ class TopKRouter(nn.Module):
         if decay >= 1:
             raise ValueError(f"`decay` must be at least 0 and less than 1, but it is {decay}.")
         if capacity_factor is not None:
-            check_number(capacity_factor, "capacity_factor", "None or a finite number of at least 1", 1)
+            check_number(capacity_factor, "capacity_factor", "None or a finite number that is at least 1", 1)
         self.num_experts, self.group = num_experts, group
         self.temperature, self.normalize, self.decay = temperature, normalize, decay
         self.capacity_factor = capacity_factor

@@ -239,7 +239,7 @@ RAGGED = {"target": torch.tensor([0]), "offsets": torch.tensor([0, 2, 3])}
         (lambda: label_propensities(torch.tensor([-1.0]), 10), "`counts` .* negative"),
         (
             lambda: label_propensities(torch.tensor([1]), 2),
-            "`rows` must be a number of at least 3, but it is 2",
+            "`rows` must be a number that is at least 3, but it is 2",
         ),
         (lambda: label_propensities(torch.tensor([1]), 9, a=-1), "`a` must be a nonnegative number"),
         (lambda: label_propensities(torch.tensor([0]), 9, b=0), "`b` must be positive"),
