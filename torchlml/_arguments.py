@@ -201,10 +201,14 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
         if first != 0 or last != x.numel():
             raise ValueError(
                 f"`offsets` must start at 0 and end at the length of `{name}`, {x.numel()}, "
-                f"but it goes from {first} to {last}."
+                f"but it starts at {first} and ends at {last}."
             )
         if bool((offsets.diff() < 0).any()):
-            raise ValueError("`offsets` must be in nondecreasing order, but it is not.")
+            index = int((offsets.diff() < 0).nonzero()[0]) + 1
+            raise ValueError(
+                f"`offsets` must be in nondecreasing order, but it decreases at index {index}, from "
+                f"{int(offsets[index - 1])} to {int(offsets[index])}."
+            )
     return offsets.long().contiguous()
 
 
@@ -261,11 +265,11 @@ def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> 
 
 
 def _out_of_range(smallest: Any, largest: Any, most: int | None) -> ValueError:
-    came = _show(smallest)
+    came = f"is {_show(smallest)}"
     if smallest != largest and smallest == smallest:
-        came = f"{came} to {_show(largest)}"
+        came = f"ranges from {_show(smallest)} to {_show(largest)}"
     allowed = "finite and at least 0" if most is None else f"from 0 to n = {most}"
-    return ValueError(f"`k` must be {allowed}, but k is {came}.")
+    return ValueError(f"`k` must be {allowed}, but k {came}.")
 
 
 def _show(number: Any) -> str:

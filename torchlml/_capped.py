@@ -33,9 +33,9 @@ class ConstrainedProjection:
 
     Args:
         name: the operators are named NAME_forward, NAME_backward and NAME_dual.
-        solve: a function of x, k (R,), upper (like x, or 0-d) and offsets, all in the wide dtype. x is -inf
-            for absent entries and +inf for entries known to be saturated. Every row has 0 < k < sum(upper)
-            and a finite entry, or is empty. The function returns nu as a pair (2, R).
+        solve: a function of x, k (R,), upper (0-d, or with the shape of x) and offsets, all in the wide
+            dtype. x is -inf for absent entries and +inf for entries known to be saturated. Every row has
+            0 < k < sum(upper) and a finite entry, or is empty. The function returns nu as a pair (2, R).
         values: a function that computes y from `CappedRows` with differentiable operations.
         moves: a function that returns dy/dz for each entry of `CappedRows`, and a mask of the saturated
             entries.
@@ -86,7 +86,7 @@ class ConstrainedProjection:
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return y and nu, which is -inf if all entries are 0, +inf if all are saturated, NaN if y is NaN."""
+        """Return y and nu. nu is -inf if all entries are 0, +inf if all are saturated, NaN if y is NaN."""
         r = CappedRows(self._solve, *arguments)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)

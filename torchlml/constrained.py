@@ -86,8 +86,8 @@ def constrained_sparsemax(
         >>> torchlml.constrained_sparsemax(torch.tensor([1.5, 0.75, 0.25, -1.0]), 2)
         tensor([1.0000, 0.7500, 0.2500, 0.0000])
 
-    Most entries are exactly 0 or `upper`. The arguments are those of `constrained_softmax`. Returns y, with
-    the shape and dtype of `x`.
+    Typically, most entries are exactly 0 or `upper`. The arguments are those of `constrained_softmax`.
+    Returns y, with the shape and dtype of `x`.
 
     y minimizes |y - x|^2 subject to 0 <= y <= upper and sum(y) = k (Malaviya et al., 2018). The solution is
     y = clip(x + nu, 0, upper). With k = 1 and upper >= 1, it is the sparsemax. For the m entries strictly

@@ -37,12 +37,13 @@ class TopKRouter(nn.Module):
         num_experts: the number of experts.
         k: the number of experts that each token uses, an integer.
         temperature: the number by which the logits are divided.
-        normalize: whether the weights of a token are scaled to sum to 1. Otherwise each weight is between 0
+        normalize: whether the weights of a token are scaled to sum to 1. Otherwise, each weight is between 0
             and 1.
         decay: the fraction of the stored bias that each training step keeps, at least 0 and less than 1.
-        capacity_factor: limits the number of tokens per expert in training to this factor times an equal
-            share of this process's tokens, rounded up. If an expert exceeds the limit, the assignments with
-            the smallest weights are dropped: their weights become 0. By default, no assignment is dropped.
+        capacity_factor: limits the number of assignments per expert in training to this factor times an equal
+            share of this process's assignments, rounded up. If an expert exceeds the limit, its assignments
+            with the smallest weights are dropped: their weights become 0. By default, no assignment is
+            dropped.
         group: the data-parallel processes. The load is balanced over the tokens of all these processes. By
             default, each process balances its own tokens.
 

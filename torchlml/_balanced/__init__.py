@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The sizes of a problem; lists have one number for each process that holds some of its rows."""
+    """The sizes of a problem. Each list has one number for each process that holds some of the rows."""
 
     rows: list[int]
     totals: list[float]  # the sums of k

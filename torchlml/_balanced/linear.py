@@ -144,7 +144,7 @@ def dense_solve(
     if not anchored:
         right = _centered(right, diagonal)
     s = off_diagonal[kept][:, kept] + torch.diag(diagonal)
-    if not anchored:  # S 1 = 0, and this term makes the solution unique: the one with mean 0
+    if not anchored:  # because S 1 = 0, this term is needed to select the solution with mean 0
         s = s + diagonal.mean() / len(diagonal)
     damping = 1e-15
     while True:

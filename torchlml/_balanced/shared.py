@@ -1,6 +1,6 @@
 """The two-sided projection of one matrix whose rows are sharded across processes.
 
-The solver needs only a few rounds of communication. A sample of the rows of all processes serves as a model
+The solver needs only a few rounds of communication. A sample of rows from all processes serves as a model
 of the matrix. Every process has the same sample and minimizes the model without communication. One round of
 communication then gives the exact column sums and their exact derivative at this point. These correct the
 model, whose minimum is the next point. The error of each point is about a tenth of the square of the previous
@@ -94,7 +94,7 @@ def solve_shared(problem: Problem, start: Tensor | None, sample: Sample | None) 
             if point.error <= goal or point.error > 2 * best.error:
                 break
             found = evaluate(final, _next(model, point, goal), True)
-            if torch.equal(found.mu, point.mu):  # no progress; all processes agree, because mu is identical
+            if torch.equal(found.mu, point.mu):  # no progress; mu is identical on all processes, so all stop
                 break
             point = found
             if point.error < best.error:
@@ -119,7 +119,8 @@ def _guess(model: Problem, start: Tensor | None) -> Tensor:
     if start is not None:
         points.append(evaluate(model, normalized(model, start), True))
     point = newton(model, min(points, key=lambda point: point.error), 1e-4, 30, True)
-    if model.scale < 1.001 and not point.error <= 1e-3:  # the sample is the whole matrix, and Newton failed
+    # If the sample is the whole matrix and Newton's method failed, a path of temperatures is more robust.
+    if model.scale < 1.001 and not point.error <= 1e-3:
         point = follow_path(model.cast(torch.float64), 1e-4)
     return point.mu
 

@@ -276,7 +276,7 @@ def evaluate(problem: Problem, mu: Tensor, dense: bool = False) -> Point:
 def _exchange(
     processes: LabelGroup, mu: Tensor, sums: Tensor, off_diagonal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the sums of all processes, in one round of communication."""
+    """Add up the sums from all processes in one round of communication."""
     from torchlml._distributed.group import add_up
 
     assert off_diagonal is not None

@@ -271,9 +271,9 @@ def _grid(half: int) -> Tensor:
 
 
 def _normalize(real: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logarithm of the mean of the terms c_m, and the two parts of c_m divided by their sum.
+    """Return the logarithm of the mean of the terms c_m, and the real and imaginary parts of c_m / sum(c).
 
-    A term with m > 0 also stands for its conjugate.
+    Each term with m > 0 is counted together with its conjugate.
     """
     twice = torch.full_like(real[0], 2.0)
     twice[0] = 1.0

@@ -185,7 +185,7 @@ class Law:
         return (deviation * cost).sum(-1) + other._relative_normalizer(z)
 
     def log_prob(self, chosen: Tensor) -> Tensor:
-        """Return the log probability (..., R) of sets given as (..., R, n) bool; differentiable."""
+        """Return the log probability (..., R) of sets given as a bool tensor (..., R, n); differentiable."""
         z, present = self.z, chosen if self.forced is None else chosen & ~self.forced
         # All terms of sum_S z - sum_A z are negative: members of A missing from S, and members of S not in A.
         cost = torch.where(present == self.above, 0, torch.where(self.above, -z, z)).sum(-1)

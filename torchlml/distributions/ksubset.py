@@ -127,8 +127,8 @@ class KSubset(Distribution):
         if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"`{self._name}` must contain {accepted}, but it is {parameter[tuple(place)].item():g} "
-                f"at index {tuple(place)}."
+                f"`{self._name}` must contain {accepted}, but it contains "
+                f"{parameter[tuple(place)].item():g} at index {tuple(place)}."
             )
         never = parameter == (-torch.inf if self._name == "logits" else 0)
         available = n - never.sum(-1)

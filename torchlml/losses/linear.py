@@ -73,9 +73,9 @@ def linear_lml_loss(
         The same as `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
 
     With the reductions "mean" and "sum", the gradients are computed together with the loss, while the logits
-    are in memory. The backward pass recomputes the logits with "none", in float16 (where the loss must be
-    scaled first), and if it runs twice on the same graph. Second derivatives, `torch.func` transforms and
-    forward-mode differentiation compute all logits at once.
+    are in memory. The backward pass recomputes the logits with the reduction "none", in float16 (where the
+    loss must be scaled first), and if it runs twice on the same graph. Second derivatives, `torch.func`
+    transforms and forward-mode differentiation compute all logits at once.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     given = LinearLMLArguments(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)
@@ -131,7 +131,7 @@ class LinearLMLLoss(TopKLoss):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `linear_lml_loss`."""
+        """Compute the loss of a batch. The arguments are those of `linear_lml_loss`."""
         layer = self.linear
         return linear_lml_loss(input, layer.weight, target, self.k, linear_bias=layer.bias, **self.settings)
 
@@ -193,7 +193,7 @@ class LinearTruncatedEntropyLoss(TopKLoss):
         >>> loss = torchlml.LinearTruncatedEntropyLoss(16, 1000, k=5)
         >>> loss(torch.randn(32, 16), torch.randint(1000, (32,))).backward()
 
-    The arguments are those of `LinearLMLLoss`, without `bound` and `group`.
+    The arguments are those of `LinearLMLLoss`, except that `bound` and `group` are not supported.
     """
 
     def __init__(
@@ -217,6 +217,6 @@ class LinearTruncatedEntropyLoss(TopKLoss):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `linear_truncated_entropy_loss`."""
+        """Compute the loss of a batch. The arguments are those of `linear_truncated_entropy_loss`."""
         weight, bias = self.linear.weight, self.linear.bias
         return linear_truncated_entropy_loss(input, weight, target, self.k, linear_bias=bias, **self.settings)

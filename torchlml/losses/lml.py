@@ -27,7 +27,7 @@ def lml_loss(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """Compute the LML loss: the sum of -log y over the observed labels, where y = lml(logits, k).
+    """Compute the LML loss: the sum of -log(y) over the observed labels, where y = lml(logits, k).
 
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> torchlml.lml_loss(logits, torch.tensor([1]), k=2)  # -log of lml(logits, 2)[0, 1]
@@ -108,5 +108,5 @@ class LMLLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `lml_loss`."""
+        """Compute the loss of a batch. The arguments are those of `lml_loss`."""
         return lml_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)

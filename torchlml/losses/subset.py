@@ -86,7 +86,7 @@ class SubsetLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `subset_loss`."""
+        """Compute the loss of a batch. The arguments are those of `subset_loss`."""
         return subset_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 

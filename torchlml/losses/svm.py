@@ -31,7 +31,7 @@ def topk_svm_loss(
     reduction: Reduction = "mean",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute the top-k hinge loss, which is 0 if the label leads its k-th competitor by `alpha * k`.
+    """Compute the top-k hinge loss, a margin loss between the label and the k-th largest other logit.
 
         >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
         >>> torchlml.topk_svm_loss(logits, torch.tensor([2]), k=2)  # 1 + (2 - 1) / 2
@@ -57,8 +57,9 @@ def topk_svm_loss(
 
         max(0, alpha + (s_(k) - s_y) / k),   where s_(k) is the k-th largest s_j with j != y.
 
-    This is the limit of `smooth_topk_svm_loss` as tau goes to 0. At most two classes in a row have a nonzero
-    gradient, whereas with the smooth loss every class has one.
+    The loss is 0 if s_y exceeds s_(k) by at least alpha * k. It is the limit of `smooth_topk_svm_loss` as tau
+    goes to 0. At most two classes in a row have a nonzero gradient, whereas with the smooth loss every class
+    has one.
     """
     check_reduction(reduction)
     check_number(alpha, "alpha", "a nonnegative number", 0)
@@ -92,7 +93,7 @@ class TopKSVMLoss(TopKLoss):
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `topk_svm_loss`."""
+        """Compute the loss of a batch. The arguments are those of `topk_svm_loss`."""
         return topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
@@ -135,7 +136,7 @@ def smooth_topk_svm_loss(
         log(E_k / E_{k-1}) = log(P[S = k] / P[S = k-1]) - nu.
 
     With the nu from `lml_dual` for which the mean of S is k - 1/2, both probabilities are at the peak of the
-    distribution, so nothing overflows or cancels at any temperature.
+    distribution, so there is no overflow or cancellation at any temperature.
     """
     check_reduction(reduction)
     _check_settings(tau, alpha)
@@ -171,7 +172,7 @@ class SmoothTopKSVMLoss(TopKLoss):
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, tau=tau, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `smooth_topk_svm_loss`."""
+        """Compute the loss of a batch. The arguments are those of `smooth_topk_svm_loss`."""
         return smooth_topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
@@ -283,6 +284,6 @@ def _check_settings(tau: float, alpha: float) -> None:
     check_number(tau, "tau", "a positive number")
     if not 0 < tau < float("inf"):
         raise ValueError(
-            f"`tau` must be a positive number, but it is {tau}; for the limit tau = 0, use `topk_svm_loss`."
+            f"`tau` must be a positive number, but it is {tau}. For the limit tau = 0, use `topk_svm_loss`."
         )
     check_number(alpha, "alpha", "a nonnegative number", 0)

@@ -72,7 +72,7 @@ class TruncatedEntropyLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `truncated_entropy_loss`."""
+        """Compute the loss of a batch. The arguments are those of `truncated_entropy_loss`."""
         return truncated_entropy_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 

@@ -160,11 +160,11 @@ class Ranked:
         return torch.where(place < 0, _mean_of_ties(scores, found.to(rows.wide)), at_last)
 
     def sums(self, worth: Tensor) -> Tensor:
-        """Return the total value of the k highest-scored entries of each row, for every k: (R, len(ks))."""
+        """Return the total value of the k highest-scored entries of each row for every k, as (R, len(ks))."""
         return self.first(self.at_places(worth))
 
     def best(self, worth: Tensor) -> Tensor:
-        """Return the highest total value of any k entries of each row, for every k: (R, len(ks))."""
+        """Return the highest total value of any k entries of each row for every k, as (R, len(ks))."""
         return self.first(self.rows.top(worth, self.places, worth)[1])
 
     def first(self, places: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class TopKMetric(CountingMetric):
             self.add_state(state, torch.zeros(len(self._ks), 2, dtype=torch.int64), dist_reduce_fx="sum")
 
     def measure(self, batch: Ranked) -> tuple[Tensor, Tensor]:
-        """Return the achieved and the achievable value of each row for every k, both (R, len(ks))."""
+        """Return the achieved and the achievable value of each row for every k, both as (R, len(ks))."""
         raise NotImplementedError
 
     def update(
