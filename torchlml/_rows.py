@@ -236,7 +236,7 @@ class Jagged(NamedTuple):
         if t._ragged_idx == ragged and self.is_like(t, may_read):
             return t.values()
         raise ValueError(
-            f"`{name}` must be ragged like `{self.name}`, but its offsets differ. Create it with "
+            f"`{name}` must be ragged like `{self.name}`, but its offsets differ; create it with "
             f"`torch.nested.nested_tensor_from_jagged(values, {self.name}.offsets())`."
         )
 
@@ -278,7 +278,7 @@ def check_jagged(t: Any, name: str) -> None:
         raise TypeError(f"`{name}` must be a nested tensor with the layout torch.jagged, but {came}.")
     if t.lengths() is not None:  # type: ignore[attr-defined]
         raise ValueError(
-            f"`{name}` must be contiguous, but it has holes between its rows. Pass `{name}.contiguous()`."
+            f"`{name}` must be contiguous, but it has holes between its rows; pass `{name}.contiguous()`."
         )
 
 

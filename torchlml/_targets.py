@@ -194,7 +194,7 @@ def _values(c: Canonical, target: Any) -> Tensor:
     """Return the target itself if it is dense, or the values of a nested target."""
     if isinstance(target, (list, tuple)):
         raise TypeError(
-            f"`target` must be a torch.Tensor, but it is a {type(target).__name__}. Pass one class index per "
+            f"`target` must be a torch.Tensor, but it is a {type(target).__name__}; pass one class index per "
             "row, lists of labels padded to the same length with `ignore_index`, or a bool multi-hot tensor."
         )
     if c.jagged is not None:
@@ -224,7 +224,7 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
         return True
     raise ValueError(
-        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous. Pass `target.bool()` "
+        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous; pass `target.bool()` "
         "for multi-hot labels, or a list of the labels within each row, padded with `ignore_index`."
     )
 
@@ -262,7 +262,7 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
 def _raise_ambiguous(target: Tensor) -> NoReturn:
     raise ValueError(
         f"`target` contains integers and has the shape of the logits, {tuple(target.shape)}, which is "
-        "ambiguous. Pass `target.bool()` for multi-hot labels, or add one more column of `ignore_index` to a "
+        "ambiguous; pass `target.bool()` for multi-hot labels, or add one more column of `ignore_index` to a "
         "list of labels."
     )
 
@@ -326,7 +326,7 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
     """Raise an error unless `weight` has one nonnegative weight per class."""
     if c.offsets is not None:
         raise ValueError(
-            "`weight` must be None for ragged rows, which have no classes. To weight labels, pass a float "
+            "`weight` must be None for ragged rows, which have no classes; to weight labels, pass a float "
             "target."
         )
     check_tensor(weight, "weight", c.x, "the logits")

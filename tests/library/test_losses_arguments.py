@@ -109,9 +109,9 @@ def test_an_integer_multi_hot_is_rejected_by_its_shape(loss, compiled, dtype):
     call = torch.compile(loss, backend="eager") if compiled else loss
     for n in (2, 6):
         hot = torch.eye(n, dtype=dtype)
-        with pytest.raises(Exception, match=r"Pass `target.bool\(\)`"):
+        with pytest.raises(Exception, match=r"pass `target.bool\(\)`"):
             call(torch.zeros(n, n), hot, 1)
-        with pytest.raises(Exception, match=r"Pass `target.bool\(\)`"):
+        with pytest.raises(Exception, match=r"pass `target.bool\(\)`"):
             call(torch.zeros(n), hot[0], 1, offsets=torch.tensor([0, n]))
     with pytest.raises(ValueError, match=r"target\.bool"):
         TopKRecall(1).update(torch.zeros(3, 3), torch.eye(3, dtype=dtype))

@@ -291,7 +291,7 @@ def test_wrong_targets_raise(loss, error, words, arguments, settings):
         ("`target` must be int64 or uint8 (class indices", LABELS.int(), {}),
         ("must have the logits' shape (3, 6)", ROWS[:, 1:], {}),
         ("`target` must contain nonnegative weights", ROWS - 1, {}),
-        ("Pass `target.bool()`", F.one_hot(LABELS, 6), {}),
+        ("pass `target.bool()`", F.one_hot(LABELS, 6), {}),
         ("`target` has a label where `mask` is False", ROWS == 0, {"mask": torch.arange(6) > 0}),
         ("With `offsets`, `logits` must be a 1-d tensor", LABELS, {"offsets": torch.tensor([0, 18])}),
     ],
@@ -313,7 +313,7 @@ def test_wrong_multi_label_targets_raise(loss, words, target, settings):
         ("`offsets` must start at 0", LABELS, {"offsets": torch.tensor([0, 5])}),
         ("`offsets` must be in nondecreasing order", LABELS, {"offsets": torch.tensor([0, 9, 5, 18])}),
         ("`offsets` must be an int64 or int32 tensor", LABELS, {"offsets": torch.tensor([0.0, 18])}),
-        ("Pass `target.bool()`", torch.zeros(18, dtype=torch.int64), {}),
+        ("pass `target.bool()`", torch.zeros(18, dtype=torch.int64), {}),
     ],
 )
 @multi_label

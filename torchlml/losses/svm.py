@@ -284,6 +284,6 @@ def _check_settings(tau: float, alpha: float) -> None:
     check_number(tau, "tau", "a positive number")
     if not 0 < tau < float("inf"):
         raise ValueError(
-            f"`tau` must be a positive number, but it is {tau}. For the limit tau = 0, use `topk_svm_loss`."
+            f"`tau` must be a positive number, but it is {tau}; for the limit tau = 0, use `topk_svm_loss`."
         )
     check_number(alpha, "alpha", "a nonnegative number", 0)
