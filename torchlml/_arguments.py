@@ -127,7 +127,7 @@ def canonical(
 
 
 def check_tensor(t: Any, name: str, like: Tensor | None = None, owner: str = "`x`") -> None:
-    """Raise unless `t` is a dense tensor, on the device of `like` if that is given."""
+    """Raise an error unless `t` is a dense tensor, on the device of `like` if that is given."""
     if not isinstance(t, Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(t).__name__}.")
     if t.layout != torch.strided or (like is not None and t.is_nested):
@@ -140,7 +140,7 @@ def check_tensor(t: Any, name: str, like: Tensor | None = None, owner: str = "`x
 
 
 def check_number(value: Any, name: str, accepted: str, least: float | None = None) -> None:
-    """Raise unless `value` is a number and, if `least` is given, finite and at least `least`."""
+    """Raise an error unless `value` is a number and, if `least` is given, finite and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"`{name}` must be {accepted}, but it is {value!r}.")
     if least is not None and not least <= value < math.inf:
@@ -148,7 +148,7 @@ def check_number(value: Any, name: str, accepted: str, least: float | None = Non
 
 
 def check_integer_k(k: Any, most: int | None = None) -> int:
-    """Return k as an int, or raise if it is not an integer from 1 to `most`."""
+    """Return k as an int. Raise an error if it is not an integer from 1 to `most`."""
     try:
         k = operator.index(k)
     except TypeError:
@@ -160,14 +160,14 @@ def check_integer_k(k: Any, most: int | None = None) -> int:
 
 
 def check_bound(bound: Bound) -> Bound:
-    """Return `bound`, or raise if it is not one of the three options."""
+    """Return `bound`. Raise an error if it is not one of the three options."""
     if bound not in ("exactly", "at_most", "at_least"):
         raise ValueError(f'`bound` must be "exactly", "at_most" or "at_least", but it is {bound!r}.')
     return bound
 
 
 def check_temperature(temperature: Any) -> None:
-    """Raise unless `temperature` is a positive number."""
+    """Raise an error unless `temperature` is a positive number."""
     check_number(temperature, "temperature", "a positive number")
     if not 0 < temperature < math.inf:
         raise ValueError(f"`temperature` must be a positive number, but it is {temperature!r}.")
@@ -175,8 +175,8 @@ def check_temperature(temperature: Any) -> None:
 
 def _check_mask(mask: Tensor, x: Tensor, name: str) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        came = mask.dtype if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise TypeError(f"`mask` must be a bool tensor (True: may be chosen), but it is {came}.")
+        came = f"its dtype is {mask.dtype}" if isinstance(mask, Tensor) else f"it is a {type(mask).__name__}"
+        raise TypeError(f"`mask` must be a bool tensor (True for entries that may be chosen), but {came}.")
     check_tensor(mask, "mask", x, f"`{name}`")
     return expand(mask, "mask", x.shape, f"broadcast to the shape of `{name}`")
 
@@ -187,8 +187,9 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
             f"With `offsets`, `{name}` must be a 1-d tensor of concatenated rows, but it is {x.dim()}-d."
         )
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
-        came = offsets.dtype if isinstance(offsets, Tensor) else f"a {type(offsets).__name__}"
-        raise TypeError(f"`offsets` must be an int64 or int32 tensor, but it is {came}.")
+        kind = type(offsets).__name__
+        came = f"its dtype is {offsets.dtype}" if isinstance(offsets, Tensor) else f"it is a {kind}"
+        raise TypeError(f"`offsets` must be an int64 or int32 tensor, but {came}.")
     check_tensor(offsets, "offsets", x, f"`{name}`")
     if offsets.dim() != 1 or offsets.shape[0] == 0:
         raise ValueError(
@@ -200,15 +201,19 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
         if first != 0 or last != x.numel():
             raise ValueError(
                 f"`offsets` must start at 0 and end at the length of `{name}`, {x.numel()}, "
-                f"but it goes from {first} to {last}."
+                f"but it starts at {first} and ends at {last}."
             )
         if bool((offsets.diff() < 0).any()):
-            raise ValueError("`offsets` must be in nondecreasing order, but it is not.")
+            index = int((offsets.diff() < 0).nonzero()[0]) + 1
+            raise ValueError(
+                f"`offsets` must be in nondecreasing order, but it decreases at index {index}, from "
+                f"{int(offsets[index - 1])} to {int(offsets[index])}."
+            )
     return offsets.long().contiguous()
 
 
 def check_limit(k: Any) -> None:
-    """Raise unless k is finite and at least 0, which can be checked before the input is known."""
+    """Raise an error unless k is finite and at least 0, which can be checked before the input is known."""
     if isinstance(k, Tensor):
         check_k(k, k.shape, None, k.device)
     else:
@@ -216,7 +221,7 @@ def check_limit(k: Any) -> None:
 
 
 def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, name: str = "x") -> Tensor:
-    """Check k and return it in the wide dtype, with shape () or (R,); `most` is the largest valid k."""
+    """Check k and return it in the wide dtype, with shape () or (R,). `most` is the largest valid k."""
     if not isinstance(k, Tensor):
         if isinstance(k, bool) or not isinstance(k, NUMBERS):
             raise TypeError(f"`k` must be a number or a tensor, but it is {k!r}.")
@@ -252,7 +257,7 @@ def expand(t: Tensor, name: str, shape: torch.Size, accepted: str) -> Tensor:
 
 
 def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> None:
-    """Raise unless `t` is real and on `device`; a 0-d tensor on the CPU is accepted for every device."""
+    """Raise an error unless `t` is real and on `device`. A 0-d CPU tensor is accepted for every device."""
     if t.dtype == torch.bool or t.dtype.is_complex:
         raise TypeError(f"`{name}` must contain real numbers, but its dtype is {t.dtype}.")
     if t.device != device and (t.dim() > 0 or t.device.type != "cpu"):
@@ -260,16 +265,16 @@ def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> 
 
 
 def _out_of_range(smallest: Any, largest: Any, most: int | None) -> ValueError:
-    came = _show(smallest)
+    came = f"is {_show(smallest)}"
     if smallest != largest and smallest == smallest:
-        came = f"{came} to {_show(largest)}"
-    allowed = "a finite number of at least 0" if most is None else f"from 0 to n = {most}"
-    return ValueError(f"`k` must be {allowed}, but k is {came}.")
+        came = f"ranges from {_show(smallest)} to {_show(largest)}"
+    allowed = "finite and at least 0" if most is None else f"from 0 to n = {most}"
+    return ValueError(f"`k` must be {allowed}, but k {came}.")
 
 
 def _show(number: Any) -> str:
     if isinstance(number, int) and abs(number) > _LARGEST:
-        return f"an integer of {number.bit_length()} bits"
+        return f"an integer with {number.bit_length()} bits"
     return f"{number:g}"
 
 
@@ -297,8 +302,8 @@ def is_sharded(x: Any, group: Any = None) -> bool:
     """Whether a call is distributed across processes: it has a `group`, or `x` is a DTensor."""
     if group is not None:
         return True
-    # Do not import this module, which takes longer than importing torchlml. Unless the caller has imported
-    # it, `x` cannot be a DTensor.
+    # Do not import this module, because that takes longer than importing torchlml. Unless the caller has
+    # imported it, `x` cannot be a DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -306,7 +311,7 @@ def is_sharded(x: Any, group: Any = None) -> bool:
 def _scalar(k: Any, device: str) -> Tensor:
     if not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
         k = float(k)  # a fraction or a NumPy number
-    # Always on the CPU, regardless of the default device: a 0-d CPU tensor works with tensors of any device.
+    # Always on the CPU, regardless of the default device: a 0-d CPU tensor works with tensors on any device.
     return torch.scalar_tensor(k, dtype=wide_dtype(torch.device(device)), device="cpu")
 
 

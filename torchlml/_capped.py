@@ -1,7 +1,7 @@
 """Code shared by the two constrained projections: arguments, operators, and rows that need no solver.
 
-Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), where f is the exponential
-or the identity. `upper` is the cap of an entry, and an entry at its cap is called saturated. Given the set of
+Both map a row onto {0 <= y <= upper, sum(y) = k} by y = clip(f(x + nu), 0, upper), where f is the exponential
+or the identity. `upper` is the cap on an entry, and an entry at its cap is called saturated. Given the set of
 saturated entries, there is an explicit formula for nu in terms of the other entries. An operator finds the
 set, which is a constant for autograd, and differentiating the formula gives exact derivatives of every order.
 Calls without function transforms use separate operators with explicit gradients.
@@ -33,11 +33,12 @@ class ConstrainedProjection:
 
     Args:
         name: the operators are named NAME_forward, NAME_backward and NAME_dual.
-        solve: a function of x, k (R,), upper (like x, or 0-d) and offsets, all in the wide dtype. x is -inf
-            for absent entries and +inf for entries known to be saturated. Every row has 0 < k < sum of upper
-            and a finite entry, or is empty. The function returns nu as a pair (2, R).
-        values: computes y from `CappedRows` with differentiable operations.
-        moves: returns dy/dz of each entry of `CappedRows`, and whether the entry is saturated.
+        solve: a function of x, k (R,), upper (0-d, or with the shape of x) and offsets, all in the wide
+            dtype. x is -inf for absent entries and +inf for entries known to be saturated. Every row has
+            0 < k < sum(upper) and a finite entry, or is empty. The function returns nu as a pair (2, R).
+        values: a function that computes y from `CappedRows` with differentiable operations.
+        moves: a function that returns dy/dz for each entry of `CappedRows`, and a mask of the saturated
+            entries.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ConstrainedProjection:
         self._rule = Rule(self.forward, self._backward, self._differentiable, inputs=3)
 
     def __call__(self, c: Canonical, upper: Tensor) -> Tensor:
-        """Compute y for canonical rows; `upper` is 0-d or has the shape of x."""
+        """Compute y for canonical rows. `upper` is 0-d or has the shape of x."""
         return self._rule(c.x, c.k, upper, c.mask, c.offsets)
 
     def _backward(self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, *rest: Any) -> Any:
@@ -85,7 +86,7 @@ class ConstrainedProjection:
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return (y, nu); nu is -inf if all entries are 0, +inf if all are saturated, NaN if y is NaN."""
+        """Return y and nu. nu is -inf if all entries are 0, +inf if all are saturated, NaN if y is NaN."""
         r = CappedRows(self._solve, *arguments)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
@@ -95,9 +96,10 @@ class ConstrainedProjection:
     def reference_backward(
         self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, nu: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dx, dk, d_upper); d_upper is summed over each row if all entries share one cap.
+        """Return the gradients for x, k and upper. The last is summed over each row if upper is 0-d.
 
-        dy = weight (dx + dnu) + saturated dupper, where dnu makes the sum of y change by dk.
+        The differential of y is dy = weight * (dx + dnu) + saturated * dupper, where dnu is determined by
+        sum(dy) = dk.
         """
         mask, offsets, for_upper = rest
         found = torch.where(nu[0].isfinite(), nu, 0)
@@ -133,20 +135,23 @@ def pair(hi: Tensor, lo: Tensor) -> Tensor:
 
 
 def sum_at_caps(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
-    """Sum the caps of the saturated entries of each row; `limit` is like x, or (R, 1) for one cap per row."""
+    """Sum the caps of the saturated entries of each row.
+
+    `limit` has the shape of x, or shape (R, 1) for one cap per row.
+    """
     if isinstance(rows, DenseRows) and limit.shape[-1] == 1:
         return rows.sum(saturated) * limit.squeeze(-1)
     return rows.sum(saturated * limit)
 
 
 def mean_cap(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
-    """Return the mean cap of each row, limited to 2 k, because no entry exceeds k."""
+    """Return the mean cap of each row, limited to 2 * k, because no entry exceeds k."""
     mean = upper if upper.dim() == 0 else rows.sum(upper) / rows.sum(torch.ones_like(upper)).clamp(min=1)
     return torch.minimum(mean, 2 * k)
 
 
 def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
-    """Return the initial nu: the nu of lml if it is finite, otherwise 0."""
+    """Return the initial nu: the nu of `lml` if it is finite, and otherwise 0."""
     nu = operators.solve(x, k, None, offsets)
     return torch.where(nu.isfinite().all(0), nu, 0)
 
@@ -154,7 +159,7 @@ def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
 class CappedRows:
     """Rows with a cap for each entry, and the nu that an operator found for them.
 
-    `ordinary` rows have a finite nu that must be searched for, and `z` is x + nu for their `finite` entries.
+    `ordinary` rows have a finite nu that a solver must find, and `z` is x + nu for their `finite` entries.
     `upper` is 0 for `absent` entries. Entries of +inf (`infinite`) are saturated. If their caps sum to k or
     more, they share k like tied entries, and the finite entries count as absent.
     """
@@ -186,7 +191,7 @@ class CappedRows:
         # Keep infinite values out of the graph, because their derivatives would be 0 times infinity.
         self.moving = self.finite & ~shared & rows.broadcast(self.ordinary | undefined)
         base = torch.where(self.moving, x, 0)
-        # nu is a constant for autograd. Rows that need no solver are replaced by trivial ones.
+        # nu is a constant for autograd. Rows that need no solver are replaced by trivial rows.
         ordinary = rows.broadcast(self.ordinary)
         x = torch.where(self.infinite, torch.inf, torch.where(self.absent, -torch.inf, base))
         x, upper = torch.where(ordinary, x, 0), torch.where(ordinary, self.upper, 1)
@@ -206,14 +211,17 @@ class CappedRows:
 def read(
     x: Tensor, k: float | Tensor, upper: float | Tensor, dim: int, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Canonical, Tensor]:
-    """Check the arguments of a constrained projection and convert them to rows and caps (0-d or like x)."""
+    """Check the arguments of a constrained projection and convert them to rows and caps.
+
+    The caps are 0-d or have the shape of the rows.
+    """
     c = canonical(x, k, dim, mask, offsets, any_k=True)
     if isinstance(upper, Tensor):
         check_real(upper, "upper", x.device)
     else:
         check_number(upper, "upper", "a number or a tensor")
         if isinstance(upper, int) and abs(upper) > sys.float_info.max:
-            raise ValueError("`upper` must be a number or a tensor, but it is an int too large for float64.")
+            raise ValueError("`upper` must be at most the largest float64, but it is a larger int.")
     wide = wide_dtype(x.device)
     caps = torch.as_tensor(upper, device=x.device).to(wide)
     if caps.dim() > 0:
@@ -230,7 +238,7 @@ def read(
 
 
 def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
-    """Raise an error if the caps sum to less than k, apart from rounding."""
+    """Raise an error if the caps of a row sum to less than k, beyond rounding errors."""
     dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else room.dtype
     # upper = k / n is rounded once, and its sum over n entries a few more times, in the dtype of `upper`.
     missing = k - room * (1 + 16 * torch.finfo(dtype).eps)
@@ -238,5 +246,6 @@ def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
         row = int(missing.argmax())
         room, needed = (t.expand(missing.shape).reshape(-1)[row] for t in (room, k))
         raise ValueError(
-            f"`upper` must sum to at least k in each row, but it sums to {room:g} for k = {needed:g}."
+            f"`upper` must sum to at least k in each row, but it sums to {room:g} in a row with "
+            f"k = {needed:g}."
         )

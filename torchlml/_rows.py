@@ -55,7 +55,7 @@ def rows_of(x: Tensor, offsets: Tensor | None, *, differentiable: bool = False) 
 
     Args:
         x: (R, n), or (N,) with `offsets`. Only its shape and its device matter.
-        offsets: (R + 1,) for ragged rows, from 0 to N; None for dense ones.
+        offsets: row boundaries (R + 1,) from 0 to N for ragged rows, or None for dense rows.
         differentiable: whether sums must be differentiable. If False, sums are in the wide dtype, with a
             fixed order of additions on every device, for the pure PyTorch kernels. If True, sums are in the
             dtype of the summands (int64 for a bool tensor) and support autograd, vmap, compilation and
@@ -79,7 +79,7 @@ class DenseRows:
         self._sum_dtype = None if differentiable else self.wide
 
     def sum(self, t: Tensor) -> Tensor:
-        """Sum over each row; for a bool tensor, count the True entries."""
+        """Sum over each row. For a bool tensor, count the True entries."""
         return sum_rows(t, self._sum_dtype)
 
     def max(self, t: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class DenseRows:
     def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the `count` largest entries of each row, descending, and the `values` at their positions.
 
-        Both are (R, count); past the end of a row they are -inf and 0.
+        Both have shape (R, count). Past the end of a row, they are -inf and 0.
         """
         some = min(count, self.length)
         largest, place = x.topk(some)
@@ -130,11 +130,11 @@ class PackedRows:
 
     @property
     def longest(self) -> int:
-        """The number of entries of the longest row."""
+        """The number of entries in the longest row."""
         return int(self.offsets.diff().max()) if self.count else 0
 
     def sum(self, t: Tensor) -> Tensor:
-        """Sum over each row; for a bool tensor, count the True entries."""
+        """Sum over each row. For a bool tensor, count the True entries."""
         if self._differentiable:
             t = t.long() if t.dtype == torch.bool else t
             return t.new_zeros(self.count).index_add(0, self.index, t)
@@ -188,7 +188,7 @@ def shifted(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
 
 
 def row_index(offsets: Tensor, size: int) -> Tensor:
-    """Return the index of the row that each of the `size` entries of ragged rows belongs to."""
+    """Return the row index of each of the `size` entries of a ragged batch."""
     rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
     # Passing the size keeps the shape static for the compiler, and avoids a synchronization on a GPU.
     return rows.repeat_interleave(offsets.diff(), output_size=size)
@@ -206,7 +206,7 @@ class Jagged(NamedTuple):
 
     @property
     def ragged(self) -> int:
-        """The dimension of `like` whose lengths differ."""
+        """The index of the ragged dimension of `like`."""
         return self.like._ragged_idx
 
     @property
@@ -219,7 +219,7 @@ class Jagged(NamedTuple):
         return torch.nested.nested_tensor_from_jagged(values, self.like.offsets(), jagged_dim=self.ragged)
 
     def wrap_rows(self, per_row: Tensor) -> Tensor:
-        """Wrap one number per row as a dense tensor (B,), or as a nested one without the label dimension."""
+        """Wrap one number per row as a dense tensor (B,) or a nested tensor without the label dimension."""
         if self.labels_are_ragged:
             return per_row
         offsets, ragged = self.like.offsets(), self.ragged_of_rows
@@ -246,9 +246,9 @@ class Jagged(NamedTuple):
         return offsets is own or (may_read and torch.equal(offsets, own))
 
     def places(self, target: Any, ignore_index: int, may_read: bool) -> Tensor:
-        """Convert labels that are numbered within their ragged rows to positions among all values.
+        """Convert label indices within ragged rows to indices into all values.
 
-        `ignore_index` becomes -1. A label outside its row becomes a position past the end.
+        `ignore_index` becomes -1. A label outside its row becomes an index past the end.
         """
         offsets = self.like.offsets()
         if target.is_nested:
@@ -271,12 +271,11 @@ class Jagged(NamedTuple):
 
 
 def check_jagged(t: Any, name: str) -> None:
-    """Raise unless `t` is a nested tensor of the jagged layout without holes."""
+    """Raise an error unless `t` is a nested tensor with the jagged layout and without holes."""
     if not isinstance(t, Tensor) or t.layout != torch.jagged:
-        kind = f"nested as {t.layout}" if isinstance(t, Tensor) and t.is_nested else "not nested"
-        raise TypeError(
-            f"`{name}` must be a nested tensor made with `layout=torch.jagged`, but it is {kind}."
-        )
+        is_nested = isinstance(t, Tensor) and t.is_nested
+        came = f"its layout is {t.layout}" if is_nested else "it is not nested"
+        raise TypeError(f"`{name}` must be a nested tensor with the layout torch.jagged, but {came}.")
     if t.lengths() is not None:  # type: ignore[attr-defined]
         raise ValueError(
             f"`{name}` must be contiguous, but it has holes between its rows; pass `{name}.contiguous()`."
@@ -288,7 +287,7 @@ def read_nested(
 ) -> tuple[Plain, Jagged]:
     """Return the arguments of a dense call on the values, and the object that wraps its results.
 
-    `may_read` says whether offsets may be compared by value; if not, they must be the same tensor.
+    If `may_read` is True, offsets may be compared by value. Otherwise, they must be the same tensor.
     """
     check_jagged(x, name)
     if offsets is not None:

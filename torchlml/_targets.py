@@ -22,12 +22,13 @@ _FORMS = "int64 or uint8 (class indices, or lists padded with `ignore_index`), o
 
 
 class Labels(NamedTuple):
-    """The observed labels, as a list or multi-hot; exactly one of `listed` and `observed` is not None.
+    """The observed labels, as lists or multi-hot. Exactly one of `listed` and `observed` is not None.
 
-    `listed` has shape (R, L) and contains classes. With offsets it has shape (P,) and contains positions in
-    ascending order; the labels of row i are `listed[starts[i]:starts[i + 1]]`. It contains every label once;
-    negative values are padding. `observed` is a bool tensor with the shape of `x`. `weight` has the shape of
-    `listed` or `observed`, whichever is not None; if `weight` is None, every label has weight 1.
+    `listed` has shape (R, L) and contains classes. With offsets, it has shape (P,) and contains indices into
+    the values in ascending order, and the labels of row i are `listed[starts[i]:starts[i + 1]]`. It contains
+    every label once; negative values are padding. `observed` is a bool tensor with the shape of the logits.
+    `weight` has the shape of `listed` or `observed`, whichever is not None. If `weight` is None, every label
+    has weight 1.
     """
 
     listed: Tensor | None
@@ -90,7 +91,7 @@ class TargetRows:
 
     listed: Labels | None
     multi_hot: Tensor | None  # (R, n)
-    weight: Tensor | None  # one per class
+    weight: Tensor | None  # one weight per class
     dtype: torch.dtype  # the dtype of the label weights
 
     def __getitem__(self, rows: slice) -> Labels:
@@ -134,7 +135,7 @@ def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_inde
             _check_available(labels.found & ~c.mask)
         return labels
     if target.dtype not in (torch.int64, torch.uint8):
-        raise TypeError(f"`target` must be {_FORMS}, but it is {target.dtype}.")
+        raise TypeError(f"`target` must be {_FORMS}, but its dtype is {target.dtype}.")
     if c.offsets is None:
         return _class_indices(c, target.long(), weight, ignore_index)
     if target.shape == c.x.shape:
@@ -156,7 +157,7 @@ def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore
 
 
 def is_multi_hot(target: Any) -> bool:
-    """Whether a target is multi-hot according to its dtype: bool or float, not integers."""
+    """Whether a target is multi-hot, that is, a bool or floating-point tensor."""
     return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
 
 
@@ -168,14 +169,14 @@ def read_single_label(
     A target that can have several labels per row raises an error.
     """
     if c.offsets is not None:
-        raise ValueError(f"`logits` must have rows of equal length for {loss}, but they are ragged.")
+        raise ValueError(f"`logits` must have rows of equal length for {loss}, but the rows are ragged.")
     _check_ignore_index(ignore_index)
     target = _values(c, target)
     if target.dtype not in (torch.int64, torch.uint8) or target.shape != c.row_shape:
         raise ValueError(
-            f"`target` must be int64 or uint8 of shape {tuple(c.row_shape)}, one class index per row, "
-            f"because {loss} is defined for a single label, but it is {target.dtype} of shape "
-            f"{tuple(target.shape)}."
+            f"`target` must be an int64 or uint8 tensor of shape {tuple(c.row_shape)}, with one class index "
+            f"per row, because {loss} is defined for a single label, but it has dtype {target.dtype} and "
+            f"shape {tuple(target.shape)}."
         )
     if weight is not None:
         check_weight(c, weight)
@@ -218,7 +219,8 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
             f"`target` must list the labels of {c.row_shape[0]} rows, but it has {target.shape[0]} rows "
             f"in {target.dim()} dimensions."
         )
-    # If the offsets cannot be read, a target with as many values as logits is assumed to have their offsets.
+    # If the offsets cannot be read, a target with the same number of values as the logits is assumed to have
+    # the same offsets.
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
         return True
     raise ValueError(
@@ -238,8 +240,9 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
     else:
         padded = ", ".join([*map(str, rows), "L"])
         raise ValueError(
-            f"`target` must have shape {tuple(rows)} (one class per row), ({padded}) (a padded list) or, "
-            f"as bool or floating-point, {(*rows, n)} (multi-hot), but it has shape {tuple(target.shape)}."
+            f"`target` must have shape {tuple(rows)} (one class per row), ({padded}) (a padded list) or, as "
+            f"a bool or floating-point tensor, {(*rows, n)} (multi-hot), but it has shape "
+            f"{tuple(target.shape)}."
         )
     complete = readable(target) and _check_values(given, ignore_index, n, "class indices")
     listed = given
@@ -265,7 +268,7 @@ def _raise_ambiguous(target: Tensor) -> NoReturn:
 
 
 def _negative(target: Tensor, ignore_index: int) -> Tensor:
-    """Return the target with negative padding; `ignore_index` is usually negative already."""
+    """Return the target with negative values as padding. `ignore_index` is usually negative already."""
     return target if ignore_index < 0 else torch.where(target == ignore_index, -1, target)
 
 
@@ -279,7 +282,7 @@ def _check_multi_hot(c: Canonical, target: Tensor) -> None:
     expected = c.x.shape if c.offsets is not None else torch.Size([*c.row_shape, c.x.shape[-1]])
     if target.shape != expected:
         raise ValueError(
-            f"`target` is multi-hot ({target.dtype}) and must have the logits' shape {tuple(expected)}, "
+            f"A multi-hot `target` ({target.dtype}) must have the logits' shape {tuple(expected)}, "
             f"but it has shape {tuple(target.shape)}."
         )
     if target.is_floating_point():
@@ -289,7 +292,7 @@ def _check_multi_hot(c: Canonical, target: Tensor) -> None:
 def _hot_labels(
     target: Tensor, weight: Tensor | None, work: torch.dtype, offsets: Tensor | None = None
 ) -> Labels:
-    """Return the labels of a multi-hot target in the shape of the logits, with weights in the work dtype."""
+    """Return the labels of a multi-hot target with the shape of the logits, with weights of dtype `work`."""
     observed = target if target.dtype == torch.bool else target != 0
     label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
     if weight is not None and label_weight is not None:
@@ -300,15 +303,15 @@ def _hot_labels(
 def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
     if target.dim() != 1:
         raise ValueError(
-            f"`target` must be flat with `offsets`: int64 positions into the values, or a multi-hot "
-            f"tensor of their shape {tuple(c.x.shape)}, but it has shape {tuple(target.shape)}."
+            f"With `offsets`, `target` must be a 1-d tensor of int64 indices into the values, or a multi-hot "
+            f"tensor of shape {tuple(c.x.shape)}, but it has shape {tuple(target.shape)}."
         )
     assert c.offsets is not None
     if readable(target):
         _check_values(target, ignore_index, c.x.shape[0], "positions")
     ordered = _negative(target, ignore_index).sort().values
-    # Padding is assigned to the first row. A position that is too large makes the last row NaN; it raises an
-    # error only if the target can be read.
+    # Padding is assigned to the first row. An index that is too large raises an error if the target can be
+    # read. Otherwise, it makes the last row NaN.
     starts = torch.searchsorted(ordered, c.offsets[1:-1])
     starts = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), target.shape[0])])
     if c.offsets.shape[0] == 1:
@@ -320,17 +323,18 @@ def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index
 
 
 def check_weight(c: Canonical, weight: Tensor) -> None:
-    """Raise unless `weight` has one nonnegative weight per class."""
+    """Raise an error unless `weight` has one nonnegative weight per class."""
     if c.offsets is not None:
         raise ValueError(
-            "`weight` must be None for ragged rows, which have no classes; pass a float target instead."
+            "`weight` must be None for ragged rows, which have no classes; to weight labels, pass a float "
+            "target."
         )
     check_tensor(weight, "weight", c.x, "the logits")
     n = c.x.shape[-1]
     if not weight.is_floating_point() or weight.shape != (n,):
         raise ValueError(
-            f"`weight` must be a floating-point tensor of shape ({n},), one per class, but it is "
-            f"{weight.dtype} of shape {tuple(weight.shape)}."
+            f"`weight` must be a floating-point tensor of shape ({n},), with one weight per class, but it "
+            f"has dtype {weight.dtype} and shape {tuple(weight.shape)}."
         )
     _check_not_negative(weight, "weight")
 
@@ -345,7 +349,7 @@ def _check_not_negative(weights: Tensor, name: str) -> None:
 
 
 def _check_values(target: Tensor, ignore_index: int, n: int, what: str) -> bool:
-    """Raise if a value is out of range; return whether every value is a label."""
+    """Raise an error if a value is out of range. Return whether every value is a label."""
     if target.numel() == 0:
         return True
     low, high = target.aminmax()
@@ -369,7 +373,7 @@ def _check_available(masked: Tensor) -> None:
 
 
 def pad_labels(labels: Iterable[Iterable[int] | Tensor], *, ignore_index: int = -100) -> Tensor:
-    """Pad lists of class indices to a tensor that losses and metrics accept as `target`.
+    """Convert lists of class indices to a padded tensor that losses and metrics accept as `target`.
 
         >>> torchlml.pad_labels([[1, 2], [3], []])
         tensor([[   1,    2],
@@ -378,11 +382,11 @@ def pad_labels(labels: Iterable[Iterable[int] | Tensor], *, ignore_index: int = 
 
     Args:
         labels: the class indices of each sample, as lists or 1-d tensors of integers, which may be empty.
-        ignore_index: the padding value; pass the same value to the loss or metric.
+        ignore_index: the padding value. Pass the same value to the loss or metric.
 
     Returns:
-        An int64 tensor (number of samples, length of the longest list) with at least one column, on the CPU
-        or on the device of the tensors.
+        An int64 tensor of shape (number of samples, length of the longest list), with at least one column. It
+        is on the CPU for lists, and on the device of the tensors otherwise.
     """
     rows = [_label_row(row, i) for i, row in enumerate(labels)]
     if not rows:

@@ -16,8 +16,8 @@ from torchlml._arguments import autocasts, check_number, check_real, check_tenso
 from torchlml._balanced import Extent, Matrix, project
 from torchlml._balanced.linear import balanced_forward
 
-# With several processes, no sample of the rows is needed if the start has at most this relative error on
-# every process.
+# With several processes, the initial guess does not need a sample of the rows if the relative error of the
+# column sums at `start` is at most this value on every process.
 NEAR = 0.3
 ColumnBound = Literal["exactly", "at_most"]
 
@@ -32,7 +32,7 @@ def balanced_lml(
     start: Tensor | None = None,
     group: Any = None,
 ) -> Tensor:
-    """Project logits onto matrices in the unit cube whose rows sum to k and columns to `capacity`.
+    """Project logits onto the matrices in the unit cube whose rows sum to k and columns sum to `capacity`.
 
         >>> x = torch.tensor([[2.0, 0.0, -1.0], [2.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
         >>> y = torchlml.balanced_lml(x, 1)
@@ -44,27 +44,28 @@ def balanced_lml(
         k: the sum of each row: a number, or a tensor that broadcasts to (..., rows). It may be fractional.
         capacity: the sum of each column: a number, or a tensor that broadcasts to (..., columns). By default
             all columns of a problem get the same share, the total of `k` divided by the number of columns.
-        mask: bool, broadcasts to `x`; True for entries that may be chosen. All other entries get exactly 0.
+        mask: a bool tensor that broadcasts to the shape of `x`, with True for entries that may be chosen. All
+            other entries get exactly 0.
         bound: "exactly", or "at_most" if the capacities are upper limits on the column sums.
-        start: an initial guess for the column multipliers mu, such as those of the previous training step. It
-            broadcasts to (..., columns). It affects the run time, but changes the result only within the
-            accuracy stated below.
-        group: the processes that hold the rows of one matrix, a ProcessGroup or a one-dimensional DeviceMesh.
-            `x`, `k` and `mask` hold the rows of this process. All other arguments must be the same on every
-            process.
+        start: an initial guess for the column multipliers mu, such as the values from the previous training
+            step. It broadcasts to (..., columns). It affects the run time, but changes the result only within
+            the accuracy stated below.
+        group: the processes across which the rows of one matrix are sharded, as a ProcessGroup or a
+            one-dimensional DeviceMesh. `x`, `k` and `mask` contain the rows of this process. All other
+            arguments must be the same on every process.
 
     Returns:
         Y, with the shape and dtype of `x`.
 
-    Y maximizes x.Y + H(Y) under these constraints, where H is the binary entropy. The solution is
-    y_ij = sigmoid(x_ij + nu_i + mu_j) with one number per row and one per column. The relative error of the
-    column sums is at most 1e-9 in float64 and 1e-4 in float32; half precision is computed in float32. The
-    first derivatives with respect to `x`, `k` and `capacity` are exact. The backward pass solves a linear
-    system with one unknown per column.
+    Y maximizes sum(x * Y) + H(Y) under these constraints, where H is the binary entropy. The solution is
+    y_ij = sigmoid(x_ij + nu_i + mu_j) with one number nu_i per row and one number mu_j per column. The
+    relative error of the column sums is at most 1e-9 in float64 and 1e-4 in float32; half-precision inputs
+    are converted to float32. The first derivatives with respect to `x`, `k` and `capacity` are exact. The
+    backward pass solves a linear system with one unknown per column.
 
-    `k` and `capacity` must have the same total up to a relative difference of 1e-5. The capacities are scaled
-    to the total of `k`, and derivatives include this scaling. With a `group`, gradients are those of the sum
-    of the losses of all processes.
+    With `bound="exactly"`, `k` and `capacity` must have the same total up to a relative difference of 1e-5.
+    The capacities are scaled to the total of `k`, and derivatives include this scaling. With a `group`,
+    gradients are those of the sum of all processes' losses.
     """
     return balanced(x, k, capacity, mask, bound, start, group).y
 
@@ -79,7 +80,7 @@ def balanced_lml_dual(
     start: Tensor | None = None,
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the dual variables of `balanced_lml`: nu and mu with Y = sigmoid(x + nu + mu).
+    """Compute the dual variables nu and mu of `balanced_lml`, where y_ij = sigmoid(x_ij + nu_i + mu_j).
 
         >>> x = torch.tensor([[2.0, 0.0], [3.0, 0.0]])
         >>> nu, mu = torchlml.balanced_lml_dual(x, 1)
@@ -92,9 +93,9 @@ def balanced_lml_dual(
         nu of shape (..., rows) and mu of shape (..., columns), in the dtype of `x`. Adding a constant to mu
         and subtracting it from nu does not change Y, so mu is chosen to have mean 0 over its finite entries.
         With `bound="at_most"`, mu is at most 0 instead. mu is -inf for a capacity of 0 and +inf for a column
-        that needs all of its available rows. If such columns account for the whole k of a row, the nu of the
-        row is -inf, and nu and mu do not determine its Y. With a `group`, all processes get bitwise identical
-        mu.
+        that needs all of its available rows. If such columns account for the whole k of a row, the row's nu
+        is -inf, and nu and mu do not determine the row's entries of Y. With a `group`, mu is bitwise
+        identical on all processes.
 
     mu is the bias that a router needs for balance: in each row, the k largest entries of x + mu are also the
     k largest entries of Y.
@@ -104,7 +105,7 @@ def balanced_lml_dual(
 
 
 class Balanced(NamedTuple):
-    """Y and its multipliers; nu is empty unless it was requested."""
+    """Y and the multipliers nu and mu. nu is empty unless it was requested."""
 
     y: Tensor
     nu: Tensor
@@ -121,15 +122,15 @@ def balanced(
     group: Any,
     dual: bool = False,
 ) -> Balanced:
-    """Compute Y and mu, and nu if `dual`; the arguments are those of `balanced_lml`."""
+    """Compute Y and mu, and also nu if `dual` is True. The other arguments are those of `balanced_lml`."""
     # Compiled code gets a graph break here. Eager calls avoid `_not_compiled`, because it imports the
     # compiler.
     if torch.compiler.is_compiling():
         return _not_compiled(x, k, capacity, mask, bound, start, group, dual)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise NotImplementedError(
-            "balanced_lml supports plain calls and their first derivatives, but a transform of torch.func or "
-            "forward-mode differentiation is active."
+            "balanced_lml does not support torch.func transforms or forward-mode differentiation, but one of "
+            "them is active."
         )
     if group is None:
         own = _read(x, k, capacity, mask, bound, start)
@@ -161,9 +162,9 @@ _not_compiled = cast(Any, torch)._disable_dynamo(balanced)
 
 
 def _matrices(own: _Arguments) -> list[Matrix]:
-    """Return the problems of a batch."""
-    # Use unbind, because the backward pass of indexing would allocate a gradient of the whole batch for every
-    # problem.
+    """Split a batch into its problems."""
+    # Use unbind, because the backward pass of indexing would allocate a gradient with the size of the whole
+    # batch for every problem.
     absent = [None] * len(own.x)
     parts = zip(
         own.x.unbind(0),
@@ -182,7 +183,7 @@ def _agree(
     x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any, group: Any
 ) -> tuple[_Arguments, Extent]:
     """Check the arguments on all processes, and exchange sizes and totals, in one round of communication."""
-    # Slow to import, and few calls need it.
+    # This import is slow, and few calls need it.
     from torchlml._distributed.group import agreement, fingerprint, label_group
 
     with agreement(label_group(group), x) as agreed:
@@ -226,7 +227,7 @@ def _prospects(own: _Arguments, total: float) -> dict[str, bool]:
     """Return the flags `roomy` and `near`.
 
     `roomy` means that every column has more available rows than it needs, and `near` means that the start is
-    near the solution. A process compares its own rows with its share of the capacities. If a flag is True on
+    near the solution. Each process compares its rows with its share of the capacities. If a flag is True on
     all processes, it is True for all rows together, and the processes can skip a round of communication.
     """
     x, n = own.x[0].detach(), own.x.shape[2]
@@ -249,7 +250,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class _Arguments(NamedTuple):
-    """Checked arguments with one leading dimension for the problems."""
+    """Validated arguments. The leading dimensions of each tensor are flattened into a single one."""
 
     x: Tensor  # (B, R, n) float32 or float64, -inf where masked
     k: Tensor  # (B, R) float64
@@ -263,7 +264,7 @@ class _Arguments(NamedTuple):
 
 
 def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _Arguments:
-    """Validate each argument separately, and convert it."""
+    """Validate and convert the arguments, each independently of the others."""
     mask = _check_logits(x, mask, bound)
     *batch, rows, columns = x.shape
     device, count = x.device, math.prod(batch)
@@ -291,7 +292,7 @@ def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _
 
 
 def _check_logits(x: Any, mask: Any, bound: Any) -> Tensor | None:
-    """Check `x`, `mask` and `bound`, and return the mask in the shape of x."""
+    """Check `x`, `mask` and `bound`, and return the mask expanded to the shape of `x`."""
     check_tensor(x, "x", x)
     if type(x).__name__ == "DTensor":  # by name, because importing the class is slow
         raise TypeError("`x` must be a local tensor, but it is a DTensor. Pass `x.to_local()` and `group`.")
@@ -304,14 +305,14 @@ def _check_logits(x: Any, mask: Any, bound: Any) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        received = mask.dtype if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise TypeError(f"`mask` must be a bool tensor, but it is {received}.")
+        received = f"has dtype {mask.dtype}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+        raise TypeError(f"`mask` must be a bool tensor, but it {received}.")
     check_tensor(mask, "mask", x)
     return expand(mask, "mask", x.shape, "broadcast to the shape of `x`")
 
 
 def _read_vector(value: Any, name: str, shape: torch.Size, device: torch.device, per: str) -> Tensor:
-    """Return a nonnegative number or tensor as float64, broadcast to one number per row or column."""
+    """Validate a nonnegative number or tensor and broadcast it to one float64 number per row or column."""
     if not isinstance(value, Tensor):
         check_number(value, name, "a finite nonnegative number or a tensor", 0)
         return torch.full((), float(value), dtype=torch.float64, device=device).expand(shape)
@@ -326,7 +327,7 @@ def _read_vector(value: Any, name: str, shape: torch.Size, device: torch.device,
 
 
 def _check_values(x: Tensor) -> tuple[float, bool]:
-    """Return the largest finite |x| and whether x has entries of -inf. NaN and +inf raise an error."""
+    """Return the largest finite |x| and whether x contains -inf. Raise an error for NaN and +inf."""
     if x.numel() == 0:
         return 0.0, False
     low, high = (float(end) for end in x.aminmax())
@@ -342,11 +343,11 @@ def _check_values(x: Tensor) -> tuple[float, bool]:
 
 
 def _check_rows(k: Tensor, present: Tensor) -> None:
-    """Raise unless every row has enough available entries; `present` is their number in each row."""
+    """Raise an error if k exceeds `present`, the number of available entries, in any row."""
     wrong = (k > present).nonzero()
     if len(wrong):
         row = tuple(wrong[0].tolist())
         raise ValueError(
-            f"`k` must not exceed the number of available entries of a row, but row {row[1]} has "
+            f"`k` must not exceed the number of available entries in a row, but row {row[1]} has "
             f"k = {k[row]:g} and {int(present[row])} available entries."
         )

@@ -1,4 +1,4 @@
-"""Algorithm 1 of Amos, Koltun and Kolter (2019): bracket the dual variable with d samples at a time."""
+"""Algorithm 1 of Amos, Koltun and Kolter (2019), which narrows a bracket with d samples per iteration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lml_bracketing(
     tolerance: float | None = None,
     max_iterations: int = 100,
 ) -> Tensor:
-    """Compute the dual variable of `lml` by the paper's Algorithm 1, for comparison with the paper.
+    """Compute the dual variable of `lml` with Algorithm 1 of the LML paper, for comparison with the paper.
 
         >>> x = torch.tensor([2.0, 1.0, 0.0, -1.0])
         >>> nu = torchlml.lml_bracketing(x, 2, samples=20)
@@ -37,17 +37,17 @@ def lml_bracketing(
 
     Args:
         x, k, dim, mask, offsets: as for `torchlml.lml`.
-        samples: the number of points evaluated in each iteration (the paper's d), at least 3. The defaults
+        samples: the number of points evaluated in each iteration (d in the paper), at least 3. The defaults
             are those of the paper: 10 on a CPU and 100 on other devices.
         tolerance: the width of the bracket at which the search in a row stops. The default is twice the
             machine epsilon.
         max_iterations: the maximum number of iterations.
 
     Returns:
-        nu, in the form that `torchlml.lml_dual` returns: differentiable, with the shape of `x` without `dim`.
+        nu, as returned by `torchlml.lml_dual`: differentiable, with the shape of `x` without `dim`.
 
-    The initial bracket is the paper's with corrected offsets, because the paper's own bracket does not always
-    contain nu; see `torchlml._solve.newton.order_offsets`.
+    The initial bracket is that of the paper with corrected offsets, because the original bracket does not
+    always contain nu. See `torchlml._solve.newton.order_offsets`.
     """
     _check_settings(samples, tolerance, max_iterations)
     c = canonical(x, k, dim, mask, offsets, nested=True)
@@ -81,7 +81,7 @@ def _solve(
     tolerance: float | None,
     max_iterations: int,
 ) -> Tensor:
-    """Return nu (2, R) of every row."""
+    """Return nu for all rows, as a tensor of shape (2, R)."""
     values, rows = prepare(x, mask, offsets)
     samples = samples or (10 if x.device.type == "cpu" else 100)
     tolerance = 2 * torch.finfo(values.dtype).eps if tolerance is None else tolerance
@@ -100,7 +100,7 @@ def _bracket(
     tolerance: float,
     max_iterations: int,
 ) -> Tensor:
-    """Solve sum sigmoid(x + nu) = k for every row, with the arguments and the result of `newton`."""
+    """Solve sum(sigmoid(x + nu)) = k for every row. Arguments and result are those of `newton.newton`."""
     half_gap, first = begin(x, k, m, ordinary, rows)
     lower, upper = -first.below, first.above
     for _ in range(max_iterations):

@@ -26,14 +26,14 @@ def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None 
         k: the number of entries to choose, an integer or a tensor of integers that broadcasts to the shape of
             `x` without `dim`.
         dim: the dimension to choose along.
-        mask: bool, broadcasts to `x`; True for entries that may be chosen.
+        mask: a bool tensor that broadcasts to the shape of `x`, with True for entries that may be chosen.
 
     Returns:
-        The choice, with the shape and dtype of `x`. Each row has exactly k ones, or one for each available
-        entry (neither masked nor -inf) if there are fewer than k. Ties go to the lower index.
+        The choice, with the shape and dtype of `x`. Each row has exactly k ones. If a row has fewer than k
+        available entries (neither masked nor -inf), all of them are ones. Among tied entries, those with
+        lower indices are chosen first.
 
-    The gradient is straight-through: in the backward pass, and for all other derivatives, the choice is
-    replaced by lml(x, k). A NaN makes its whole row NaN.
+    The gradient is straight-through: all derivatives are those of lml(x, k). A NaN makes its whole row NaN.
     """
     c = canonical(x, k, dim, mask, None)
     _check_whole(k, c)
@@ -49,7 +49,7 @@ def sample_subset(
     generator: torch.Generator | None = None,
     straight_through: bool = False,
 ) -> Tensor:
-    """Sample k distinct entries of every row, with the marginal probabilities lml(x, k).
+    """Sample k distinct entries from every row, with the marginal probabilities lml(x, k).
 
         >>> torchlml.sample_subset(torch.zeros(2, 4), 2, generator=torch.Generator().manual_seed(0))
         tensor([[0., 0., 1., 1.],
@@ -57,18 +57,19 @@ def sample_subset(
 
     Args:
         x, k, dim, mask: as for `topk_mask`.
-        generator: the source of randomness, on the device of `x`. The default is torch's global generator.
-        straight_through: whether the result has the derivatives of lml(x, k). By default it is a constant.
+        generator: the source of randomness, on the device of `x`. The default is PyTorch's global generator.
+        straight_through: whether the result has the derivatives of lml(x, k). By default, it has no gradient.
 
     Returns:
         Ones at the sampled entries and zeros elsewhere, with the shape and dtype of `x`. Each row has exactly
-        k ones, or one for each available entry if there are fewer than k. A NaN makes its whole row NaN.
+        k ones. If a row has fewer than k available entries, all of them are ones. A NaN makes its whole row
+        NaN.
 
     The method is systematic sampling in random order (Goodman and Kish, 1950). The probabilities of a row are
     laid end to end in a random order (six random bits per entry), and u is drawn uniformly from [0, 1). The
     sample consists of the entries that cover one of the points u, u + 1, u + 2, ... This design gives each
-    entry its exact marginal probability. The joint probabilities of pairs and larger sets follow from the
-    design; they are not those of independent draws.
+    entry its exact marginal probability, but it does not control the joint probabilities of pairs and larger
+    sets. Entries are not sampled independently.
     """
     c = canonical(x, k, dim, mask, None)
     _check_whole(k, c)
@@ -79,7 +80,7 @@ def sample_subset(
 
 
 def _check_whole(k: Any, c: Canonical) -> None:
-    """Raise an error if k is not an integer and its value can be read without synchronizing the device."""
+    """Raise an error if k has a non-integer value, unless reading its values would synchronize the device."""
     if isinstance(k, Tensor):
         numbers = c.k.detach()
         whole = not readable(k) or bool((numbers == numbers.round()).all())
@@ -100,7 +101,7 @@ def _with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
 def _choose_reference(
     x: Tensor, k: Tensor, mask: Tensor | None, rows_of: Callable[[Tensor], DenseRows] = DenseRows
 ) -> Tensor:
-    """Return ones at the k largest entries of each row; `k` has integer values."""
+    """Return ones at the k largest entries of each row and zeros elsewhere. `k` must have integer values."""
     if x.numel() == 0:
         return torch.zeros_like(x)
     values = x if mask is None else torch.where(mask, x, -torch.inf)
@@ -137,7 +138,7 @@ def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
     x, k = c.x.detach(), c.k.detach()
     # In half precision, the rounded probabilities would not sum to k.
     y = rule.lml(x.to(work_dtype(x.dtype)), k, c.mask, None)
-    # torch.compile fails on `generator` with a dynamic number of rows, even if the generator is None.
+    # torch.compile fails on the argument `generator` with a dynamic number of rows, even if it is None.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
     keys = _random_bytes(x, source)
     start = torch.rand(x.shape[0], dtype=k.dtype, device=x.device, **source)
@@ -162,7 +163,8 @@ def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tens
     if p.numel() == 0:
         return torch.zeros_like(p)
     count, n = p.shape
-    # Use 44 of a double's 53 bits or 23 of a float's 24, and fewer if n lengths could sum to 2^60 or more.
+    # Use 44 of a double's 53 significand bits or 23 of a float's 24, and fewer if n lengths could sum to 2^60
+    # or more.
     bits = min(44 if start.dtype == torch.float64 else 23, 60 - n.bit_length())
     one = 1 << bits
     undefined = p.isnan()
@@ -174,8 +176,8 @@ def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tens
     missing, lacking = wanted - total, room.sum(-1, keepdim=True)
     grow = torch.where(lacking > 0, (missing / lacking).clamp(0, 1), 0)
     shrink = torch.where(missing < 0, wanted / total, 1)
-    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels can compute this order
-    # fast.
+    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels can quickly compute this
+    # order.
     columns = torch.arange(n, device=p.device) % 4
     order = ((keys & 0xFC) + columns).argsort(stable=True)
     length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)
@@ -187,7 +189,7 @@ def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tens
 
 
 def _stretch(length: Tensor, wanted: Tensor, one: int) -> Tensor:
-    """Make the lengths sum to `wanted`: the first entries with enough slack absorb the remaining units."""
+    """Make the lengths sum to `wanted` by changing the first entries as far as their bounds allow."""
     missing = wanted - length.sum(-1, keepdim=True)
     for sign in (1, -1):
         room = torch.where(length > 0, one - length if sign > 0 else length, 0)

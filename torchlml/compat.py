@@ -1,4 +1,4 @@
-"""A drop-in replacement for the LML class of the paper's authors, for programs with `from lml import LML`."""
+"""A drop-in replacement for the `LML` class released by the paper's authors (`from lml import LML`)."""
 
 import operator
 from typing import Any
@@ -10,20 +10,20 @@ from torchlml.projection import lml
 
 
 class LML(nn.Module):
-    """The LML layer with the arguments of the class released by the paper's authors.
+    """The LML layer with the constructor arguments of the class released by the paper's authors.
 
         >>> from torchlml.compat import LML
         >>> LML(N=2)(torch.tensor([2.0, 1.0, 0.0, -1.0]))
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
     Args:
-        N: the number of entries to choose, the paper's k. An int, a NumPy integer or a 0-d tensor.
-        eps, n_iter, branch, verbose: settings of the original solver, accepted for compatibility and ignored:
-            the result is exact, and nothing is printed.
+        N: the number of entries to choose (k in the paper). An int, a NumPy integer or a 0-d integer tensor.
+        eps, n_iter, branch, verbose: settings of the original solver, accepted for compatibility and ignored.
+            The result is exact, and nothing is printed.
 
-    `forward` takes logits of shape (n,) or (batch, n). If n <= N, every entry is 1 (the original returned
-    1 - 1e-5) and the gradient is 0. `torch.jit.script` keeps the call in Python, so the scripted module runs
-    but cannot be saved. To save a model, use `torch.jit.trace` or `torch.export`.
+    `forward` takes logits of shape (n,) or (batch, n). If n <= N, every entry of the result is 1 (the
+    original returned 1 - 1e-5) and the gradient is 0. `torch.jit.script` leaves the call in Python, so the
+    scripted module runs but cannot be saved. To save a model, use `torch.jit.trace` or `torch.export`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The constrained softmax and the constrained sparsemax: projections onto {0 <= y <= upper, sum y = k}."""
+"""The constrained softmax and the constrained sparsemax: projections onto {0 <= y <= upper, sum(y) = k}."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchlml._capped import (
 from torchlml._rows import Rows, rows_of, shifted
 from torchlml._solve.newton import add
 
-# Rows of 10 to 1000 normally distributed logits take 1 to 7 passes. After the number of passes below, every
-# second pass bisects.
+# Rows of 10 to 1000 normally distributed logits take 1 to 7 passes. After this many passes, every second pass
+# bisects.
 _SOFTMAX_FREE_PASSES, _SPARSEMAX_FREE_PASSES = 8, 16
-# 296 bisections narrow a bracket as wide as 1e70 to the spacing of doubles.
+# At least 292 of these passes bisect, which narrows even a bracket of width 1e70 to the spacing of doubles.
 _MAX_PASSES = 600
-# A difference of sums that is below this fraction of k has lost three digits, so another formula is used.
+# A difference of sums below this fraction of k has lost at least three digits, so another formula is used.
 _VAGUE = 1e-3
 # A longer step would lose more than four digits of entries near 1, so the root is recomputed directly.
 _LONG_STEP = 1e4
@@ -46,25 +46,27 @@ def constrained_softmax(
 
     Args:
         x: logits, of any shape.
-        k: the sum. A number, or a tensor that broadcasts to the shape of `x` without `dim` (with `offsets`:
-            one number per row). Differentiable.
-        dim: the dimension that sums to k.
-        upper: the cap of each entry. A nonnegative number, which may be infinite, or a tensor that broadcasts
-            to `x`. Differentiable. Caps that sum to less than k raise an error, except with `mask` or
-            `offsets`: every available entry is then at its cap, as in `torchlml.lml`.
-        mask: bool, broadcasts to `x`; True for entries that may be positive.
-        offsets: row boundaries of a ragged batch, as in `torchlml.lml`.
+        k: the sum of each row. A number, or a tensor that broadcasts to the shape of `x` without `dim` (with
+            `offsets`: one number per row). The result is differentiable with respect to it.
+        dim: the dimension along which the result sums to k.
+        upper: the cap on each entry. A nonnegative number, which may be infinite, or a tensor that broadcasts
+            to the shape of `x`. The result is differentiable with respect to it. If the caps of a row sum to
+            less than k, an error is raised. With `mask` or `offsets`, such a row is allowed, and each of its
+            available entries gets its cap.
+        mask: a bool tensor that broadcasts to the shape of `x`, with True for entries that may be positive.
+        offsets: row boundaries of a ragged batch, as for `torchlml.lml`.
 
     Returns:
         y, with the shape and dtype of `x`.
 
-    y maximizes x.y + H(y), where H(y) = -sum y log y is the entropy, subject to 0 <= y <= upper and sum y = k
-    (Martins and Kreutzer, 2017). The solution is y = min(upper, exp(x + nu)). With k = 1 and upper >= 1 it is
-    the softmax. Capped entries have zero gradient with respect to x; all other entries have the gradient of a
-    softmax.
+    y maximizes dot(x, y) + H(y), where H(y) = -sum(y * log(y)) is the entropy, subject to 0 <= y <= upper and
+    sum(y) = k (Martins and Kreutzer, 2017). The solution is y = min(upper, exp(x + nu)). With k = 1 and
+    upper >= 1, it is the softmax. Capped entries have zero gradient with respect to x; all other entries have
+    the gradient of a softmax.
 
-    Entries of -inf get 0. Entries of +inf get their caps, or share k like tied entries if k is smaller than
-    the sum of these caps. For k = 0 the row is 0 and its gradient is 0. A NaN makes its whole row NaN.
+    Entries equal to -inf get 0. Entries equal to +inf get their caps, or share k like tied entries if k is
+    smaller than the sum of these caps. For k = 0, the row and its gradient are 0. A NaN makes its whole row
+    NaN.
     """
     c, caps = read(x, k, upper, dim, mask, offsets)
     return c.restore(_softmax_project(c, caps), dim)
@@ -84,13 +86,14 @@ def constrained_sparsemax(
         >>> torchlml.constrained_sparsemax(torch.tensor([1.5, 0.75, 0.25, -1.0]), 2)
         tensor([1.0000, 0.7500, 0.2500, 0.0000])
 
-    Most entries are exactly 0 or `upper`. The arguments are those of `constrained_softmax`. Returns y, with
-    the shape and dtype of `x`.
+    Typically, most entries are exactly 0 or `upper`. The arguments are those of `constrained_softmax`.
+    Returns y, with the shape and dtype of `x`.
 
-    y minimizes |y - x|^2 subject to 0 <= y <= upper and sum y = k (Malaviya et al., 2018). The solution is
-    y = clip(x + nu, 0, upper). With k = 1 and upper >= 1 it is the sparsemax. For the m entries strictly
-    between 0 and their caps, dy/dx is the m x m identity matrix minus 1/m; all other entries have zero
-    gradient. If no entry is strictly between 0 and its cap, all gradients are 0, including that of k.
+    y minimizes |y - x|^2 subject to 0 <= y <= upper and sum(y) = k (Malaviya et al., 2018). The solution is
+    y = clip(x + nu, 0, upper). With k = 1 and upper >= 1, it is the sparsemax. For the m entries strictly
+    between 0 and their caps, dy/dx is the m x m identity matrix with 1/m subtracted from every entry; all
+    other entries have zero gradient. If no entry is strictly between 0 and its cap, all gradients are 0,
+    including the gradient with respect to k.
 
     Infinite entries, NaN and k = 0 are handled as in `constrained_softmax`.
     """
@@ -110,7 +113,7 @@ def _softmax_values(r: CappedRows) -> Tensor:
 
 
 def _softmax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """Return dy/dz of each entry, and whether the entry is saturated."""
+    """Return dy/dz for each entry, and a mask of the saturated entries."""
     saturated, free = _softmax_sets(r)
     return torch.where(free, torch.minimum(r.z.exp(), r.upper), 0), saturated
 
@@ -130,7 +133,7 @@ class _Caps(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The state of a row at some nu: its saturated entries, their number, and the part of k that is left.
+    """The state of a row at a given nu: its saturated entries, their number, and the remaining part of k.
 
     At the root, the free entries sum to `rest`, which is k minus the caps of the saturated entries. At this
     nu, they sum to `filled`, which is computed as a difference of sums. If `filled` is small compared with k,
@@ -147,21 +150,21 @@ class _Sums(NamedTuple):
 
 
 def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """Find nu of every row by saturating more and more entries; see `_capped.ConstrainedProjection`.
+    """Find nu for every row by saturating more and more entries.
 
     For any set of saturated entries, the root is the nu at which their caps plus the sum of exp(x + nu) over
     all other entries equal k. The root is at most the true nu, because each term is at least
     min(upper, exp(x + nu)). Entries that exceed their caps at the root therefore also exceed them at the true
     nu. So the set grows, at most n times, until it is correct. To avoid many passes that each saturate a
-    single entry, every second pass eventually bisects.
+    single entry, every second pass eventually bisects. See `_capped.ConstrainedProjection` for the arguments.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
-    # No entry exceeds k, so a cap of 2 k has no effect, and it is finite.
+    # No entry exceeds k, so a cap of 2 * k has no effect, and it is finite.
     cap = torch.minimum(upper, rows.broadcast(2 * k))
     caps = _Caps(cap, cap.log(), _edge(cap.log()))
-    # Start from the nu of lml, which is also an exponential far below the caps.
+    # Start from the nu of `lml`, because a sigmoid far below its cap is also close to an exponential.
     unit = mean_cap(k, upper, rows)
     nu = add(start(x, k / unit, offsets), unit.log())
     infinite = x == torch.inf
@@ -186,7 +189,7 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
         if number == _SOFTMAX_FREE_PASSES:
             above = torch.minimum(above, rows.max(torch.where(x.isfinite(), caps.log - sums.z, -torch.inf)))
         slack = small + 4 * torch.finfo(x.dtype).eps * torch.where(step.isfinite(), step.abs(), below)
-        # The bound is only as exact as the arithmetic, which rounds a large step.
+        # The bound is accurate only up to the rounding error of a large step.
         lower = torch.where(step >= -below - slack, step, -below)
         top = _highest_step(step, above, sums, caps, busy, infinite, rows)
         bisect = number >= _SOFTMAX_FREE_PASSES and number % 2 == 1
@@ -206,7 +209,7 @@ def _evaluate(x: Tensor, k: Tensor, nu: Tensor, caps: _Caps, rows: Rows) -> _Sum
 
 
 def _step_to_root(x: Tensor, nu: Tensor, s: _Sums, busy: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return the root for these saturated entries and the step to it (-inf if their caps exceed k)."""
+    """Return the root for the current saturated entries and the step to it (-inf if their caps exceed k)."""
     step = (s.rest / s.filled).log()
     root = add(nu, step)
     vague = busy & (s.rest > 0) & s.vague
@@ -224,7 +227,8 @@ def _highest_step(
     top = torch.where(step > 0, above, 0)
     overfull = ~(s.rest > 0)
     if bool((busy & overfull).any()):
-        # At the root, the last saturated entry is free: step to the point where it reaches its cap.
+        # At the root, the most recently saturated entry is free, so step to the point where it reaches its
+        # cap.
         last = rows.max(torch.where(s.saturated & ~infinite, caps.log - s.z, -torch.inf))
         top = torch.where(overfull, torch.minimum(top, last), top)
     return top
@@ -276,7 +280,7 @@ def _sparsemax_values(r: CappedRows) -> Tensor:
 
 
 def _sparsemax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """Return dy/dz of each entry, and whether the entry is saturated."""
+    """Return dy/dz for each entry, and a mask of the saturated entries."""
     saturated, free = _sparsemax_sets(r)
     return free.to(r.z.dtype), saturated
 
@@ -291,7 +295,7 @@ def _sparsemax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
 
 
 def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """Find nu of every row by Newton's method on a piecewise linear function.
+    """Find nu for every row by Newton's method on a piecewise linear function.
 
     A step is exact once it no longer changes which entries are at 0 and which are at their caps; there are
     finitely many such sets. Where the function is flat, nu moves to the point at which the next entry leaves
@@ -302,9 +306,9 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
     epsilon = torch.finfo(x.dtype).eps
-    # No entry exceeds k, so a cap of 2 k has no effect, and it is finite.
+    # No entry exceeds k, so a cap of 2 * k has no effect, and it is finite.
     limit = torch.minimum(upper, rows.broadcast(2 * k))
-    # Start from the nu of lml with steeper sigmoids: sigmoid(4 z) is close to clip(z + 1/2, 0, 1).
+    # Start from the nu of `lml` with steeper sigmoids: sigmoid(4 * z) is close to clip(z + 1/2, 0, 1).
     unit = mean_cap(k, upper, rows)
     nu = add(start(x * rows.broadcast(4 / unit), k / unit, offsets) * (unit / 4), unit / 2)
     infinite = x == torch.inf
@@ -350,7 +354,7 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
         move = torch.where(busy, torch.where(whole, step, (above - below) / 2), 0)
         whole = whole & inside
         nu = torch.where(whole & busy, root, add(nu, move))
-        # The bound is only as exact as the arithmetic, which rounds a large step.
+        # The bounds are accurate only up to the rounding error of a large step.
         below, above = below + move + slack, above - move + slack
     return nu
 

@@ -1,4 +1,4 @@
-"""The Limited Multi-Label projection: `lml`, its logarithm, dual variable and value, and the layer."""
+"""The Limited Multi-Label projection `lml`, its logarithm, dual variable and value, and the module `LML`."""
 
 from __future__ import annotations
 
@@ -26,36 +26,41 @@ def lml(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """Project logits onto the points of the unit cube that sum to k: like softmax, but the rows sum to k.
+    """Project each row of logits onto the points of the unit cube that sum to k (softmax rows sum to 1).
 
         >>> torchlml.lml(torch.tensor([2.0, 1.0, 0.0, -1.0]), 2)
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
     Args:
-        x: logits of any shape, or a nested tensor with the layout `torch.jagged`; y is then nested too.
+        x: logits of any shape, or a nested tensor with the layout `torch.jagged`, for which the result is
+            also nested.
         k: the number of entries to choose. A number, or a tensor that broadcasts to the shape of `x` without
-            `dim` (with `offsets`: one number per row). It may be fractional, and it is differentiable.
-        dim: the dimension that sums to k.
-        mask: bool, broadcasts to `x`; True for entries that may be chosen. All other entries get exactly 0.
-        offsets: row boundaries of a ragged batch: `x` is 1-d, and row i is `x[offsets[i]:offsets[i + 1]]`.
+            `dim` (with `offsets`: one number per row). It may be fractional, and the result is differentiable
+            with respect to it.
+        dim: the dimension along which the result sums to k.
+        mask: a bool tensor that broadcasts to the shape of `x`, with True for entries that may be chosen. All
+            other entries get exactly 0.
+        offsets: row boundaries of a ragged batch. `x` is then 1-d, and row i is
+            `x[offsets[i]:offsets[i + 1]]`.
         bound: "exactly", "at_most" or "at_least". With the last two, k only limits the sum: a row of
             `sigmoid(x)` that already satisfies the limit is returned unchanged. With "at_most", k may exceed
-            n.
-        group: the processes that the entries of each row are sharded across, as a ProcessGroup or a
-            one-dimensional DeviceMesh. `x` and `mask` hold the entries of this process, in rank order; all
-            other arguments are the same on every process. If `x` is a DTensor, no group is needed, and y is
-            a DTensor too.
+            the number of entries.
+        group: the processes across which the entries of each row are sharded, as a ProcessGroup or a
+            one-dimensional DeviceMesh. `x` and `mask` contain the shards of this process, in rank order. All
+            other arguments must be the same on every process. If `x` is a DTensor, no group is needed, and
+            the result is also a DTensor.
 
     Returns:
         y, with the shape and dtype of `x`.
 
-    y minimizes -x.y - H(y), where H is the binary entropy, subject to 0 <= y <= 1 and sum y = k. The solution
-    is y = sigmoid(x + nu) with one number nu per row. Its derivatives are dy/dx = diag(w) - w w' / sum w with
-    w = y (1 - y), and dy/dk = w / sum w. lml(x, 1) is close to softmax(x), but not equal to it.
+    y maximizes dot(x, y) + H(y), where H is the binary entropy, subject to 0 <= y <= 1 and sum(y) = k. The
+    solution is y = sigmoid(x + nu) with one number nu per row. Its derivatives are
+    dy/dx = diag(w) - outer(w, w) / sum(w) and dy/dk = w / sum(w), where w = y * (1 - y). lml(x, 1) is close
+    to softmax(x), but not equal to it.
 
-    Special rows get the limit of the solution. Entries of -inf get 0 and do not count as available. If at
-    most k entries are available, each gets 1. Each of p entries of +inf gets 1, or k/p if p > k. A NaN makes
-    its whole row NaN.
+    Entries that are masked or -inf get 0; all other entries are available. If at most k entries are
+    available, each of them gets 1. If p entries are +inf, each of them gets 1, or k/p if p > k. These values
+    are limits of the solution. A NaN makes its whole row NaN.
     """
     if type(x) is Tensor and group is None:
         if mask is None and offsets is None and bound == "exactly":
@@ -86,10 +91,10 @@ def log_lml(
         >>> torchlml.log_lml(torch.tensor([400.0, 0.0]), 1)
         tensor([   0., -200.])
 
-    The arguments are those of `lml`. Returns log y, with the shape and dtype of `x`.
+    The arguments are those of `lml`. Returns log(y), with the shape and dtype of `x`.
 
-    log y = logsigmoid(x + nu). Its derivative does not vanish, no matter how small y is:
-    d log y_j / dx = (1 - y_j) (e_j - w / sum w).
+    log(y) equals logsigmoid(x + nu). Its derivative does not vanish, no matter how small y is:
+    d(log y_j)/dx = (1 - y_j) * (e_j - w / sum(w)), where e_j is the j-th unit vector and w = y * (1 - y).
     """
     if is_sharded(x, group):
         from torchlml._distributed.projection import project
@@ -110,7 +115,7 @@ def lml_dual(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """Compute the dual variable of `lml`: the nu for which sigmoid(x + nu) sums to k; -nu is the threshold.
+    """Compute the dual variable nu of `lml`, for which sigmoid(x + nu) sums to k.
 
         >>> torchlml.lml_dual(torch.zeros(4), 1)  # log(1/3)
         tensor(-1.0986)
@@ -121,6 +126,8 @@ def lml_dual(
         nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`. It
         is -inf if k = 0 and +inf if at most k entries are available. With `bound` "at_most" or "at_least", it
         is 0 for rows that already satisfy the limit.
+
+    -nu is a threshold: `lml` is greater than 1/2 for entries of `x` above it.
     """
     if is_sharded(x, group):
         from torchlml._distributed.projection import project
@@ -139,7 +146,7 @@ def lml_value(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Compute the maximum of x.y + H(y) over all 0 <= y <= 1 with sum y = k. Its gradient is lml(x, k).
+    """Compute the maximum of dot(x, y) + H(y) over 0 <= y <= 1 with sum(y) = k. Its gradient is lml(x, k).
 
         >>> torchlml.lml_value(torch.zeros(4), 1)  # 4 log 4 - 3 log 3
         tensor(2.2493)
@@ -150,8 +157,8 @@ def lml_value(
         The value, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of
         `x`.
 
-    H is the binary entropy. The value equals sum softplus(x + nu) - k nu, and its derivative with respect to
-    k is -nu. As the temperature T goes to 0, T * lml_value(x / T, k) approaches the sum of the k largest
+    H is the binary entropy. The value equals sum(softplus(x + nu)) - k * nu, and its derivative with respect
+    to k is -nu. As the temperature T goes to 0, T * lml_value(x / T, k) approaches the sum of the k largest
     entries. The value is 0 for k = 0. If at most k entries are available, the value is their sum, and its
     derivative with respect to k is 0. An entry of +inf makes the value +inf, unless k is 0.
     """
@@ -160,7 +167,7 @@ def lml_value(
 
 
 class LML(nn.Module):
-    """The projection as a module, typically the last layer of a network that chooses k of n items.
+    """The projection `lml` as a module, typically the last layer of a network that chooses k of n items.
 
         >>> model = nn.Sequential(nn.Linear(64, 100), torchlml.LML(k=5))
         >>> model(torch.randn(3, 64)).shape
@@ -168,10 +175,11 @@ class LML(nn.Module):
 
     Args:
         k: the number of entries to choose, as for `lml`.
-        dim: the dimension that sums to k.
-        temperature: a divisor of the logits. As it goes to 0, the layer approaches a hard top-k.
+        dim: the dimension along which the result sums to k.
+        temperature: the number by which the logits are divided. As it goes to 0, the layer approaches a hard
+            top-k.
         bound: "exactly", "at_most" or "at_least", as for `lml`.
-        group: the processes that the entries of each row are sharded across, as for `lml`.
+        group: the processes across which the entries of each row are sharded, as for `lml`.
 
     `forward` takes the logits and the keyword arguments `mask` and `offsets` of `lml`.
     """
@@ -212,7 +220,7 @@ def _value_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
 def _value_backward(
     grad: Tensor, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (dx, dk): y and -nu, each times the gradient of its row."""
+    """Return the gradients with respect to x and k: y and -nu, each times the output gradient of its row."""
     y, _ = operators.forward(x, k, mask, offsets)
     dk = torch.where(nu[0].isinf(), 0, -grad * nu.to(k.dtype).sum(0))
     return y.mul_(rows_of(x, offsets).broadcast(grad)), dk
@@ -221,7 +229,7 @@ def _value_backward(
 def _value_reference(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (value, nu): one number per row in the wide dtype, and nu in the format of `solve`."""
+    """Return the value of each row, in the wide dtype, and nu in the format that `solve` returns."""
     values, rows = careful.prepare(x, mask, offsets)
     nu = fast.solve(x, k, mask, offsets)
     z = shifted(values, nu, rows)
@@ -241,14 +249,18 @@ _value_operator = operator(
 
 
 def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute the value with differentiable operations. nu affects only second and higher derivatives."""
+    """Compute the value with differentiable operations.
+
+    The derivatives of nu affect only second and higher derivatives of the value.
+    """
     solved = SolvedRows(x, k, mask, offsets)
     rows, hi, z = solved.rows, solved.hi, solved.z
     values = x.to(z.dtype)
     values = values if mask is None else torch.where(mask, values, -torch.inf)
     live = values.isfinite() & rows.broadcast(hi.isfinite())
     nu = (torch.where(hi.isinf(), 0, hi) + solved.lo) + solved.correction
-    # sum softplus(z) - k nu, rearranged to subtract nu per entry, because the two terms cancel for k near n.
+    # This is sum(softplus(z)) - k * nu, rearranged to subtract nu from each entry, because the two terms
+    # nearly cancel for k near n.
     up = live & (z > 0)
     # Avoid abs, which has no derivative at 0.
     rest = torch.log1p(torch.exp(torch.where(z > 0, -z, z)))
@@ -260,7 +272,7 @@ def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Te
 def _fill_value(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, rows: Rows) -> Tensor:
     """Fill in the limits where the formula does not apply.
 
-    These are the cases k = 0, at most k available entries, and entries of +inf.
+    It does not apply if k = 0, if at most k entries are available, or if an entry is +inf.
     """
     available = x != -torch.inf
     value = torch.where(hi == torch.inf, rows.sum(torch.where(available, x, 0)), value)

@@ -15,7 +15,10 @@ from torchlml.projection import lml
 
 
 class Routing(NamedTuple):
-    """The weights and indices (..., k) of the experts of each token, and the bias `mu` of every expert."""
+    """The weights and indices of the experts chosen for each token, and the bias `mu` of every expert.
+
+    The weights and indices have shape (..., k).
+    """
 
     weights: Tensor
     indices: Tensor
@@ -33,26 +36,27 @@ class TopKRouter(nn.Module):
     Args:
         num_experts: the number of experts.
         k: the number of experts that each token uses, an integer.
-        temperature: a divisor of the logits.
-        normalize: whether the weights of a token are scaled to sum to 1. Otherwise each weight is between 0
+        temperature: the number by which the logits are divided.
+        normalize: whether the weights of a token are scaled to sum to 1. Otherwise, each weight is between 0
             and 1.
         decay: the fraction of the stored bias that each training step keeps, at least 0 and less than 1.
-        capacity_factor: if an expert has more than `capacity_factor` times its fair share of the tokens of
-            this process, rounded up, its assignments with the smallest weights are dropped in training: their
-            weights become 0. By default, no assignment is dropped.
-        group: the data-parallel processes. The load is balanced over the tokens of all of them. By default
-            each process balances its own tokens.
+        capacity_factor: limits the number of assignments per expert in training to this factor times an equal
+            share of this process's assignments, rounded up. If an expert exceeds the limit, its assignments
+            with the smallest weights are dropped: their weights become 0. By default, no assignment is
+            dropped.
+        group: the data-parallel processes. The load is balanced over the tokens of all these processes. By
+            default, each process balances its own tokens.
 
     In training, `balanced_lml` gives every expert the same total weight. Its multipliers mu are the bias that
-    balances this batch: each token uses the k experts with the largest logits plus mu. The weights have the
-    exact gradient of the two-sided projection. The buffer `bias` stores the exponential moving average of
-    mu, which is also the initial guess for the next step.
+    balances this batch: each token uses the k experts with the largest values of logits / temperature + mu.
+    The weights have the exact gradient of the two-sided projection. The buffer `bias` stores an exponential
+    moving average of mu, which is also the initial guess for the next step.
 
-    In evaluation mode the router is causal: the stored bias replaces mu, and `lml` gives the weights. The
-    routing of a token then does not depend on the other tokens of its batch.
+    In evaluation mode, the router is causal: the stored bias replaces mu, and `lml` gives the weights. The
+    routing of a token then does not depend on the other tokens in its batch.
 
     `forward` takes logits of shape (..., num_experts), where all leading dimensions are tokens. The keyword
-    argument `mask` is a bool tensor with the shape of the leading dimensions that is False for padding.
+    argument `mask` is a bool tensor with the shape of the leading dimensions. It is False for padding.
     Padding tokens have weights of 0, and their indices are meaningless.
     """
 
@@ -83,7 +87,7 @@ class TopKRouter(nn.Module):
         if decay >= 1:
             raise ValueError(f"`decay` must be at least 0 and less than 1, but it is {decay}.")
         if capacity_factor is not None:
-            check_number(capacity_factor, "capacity_factor", "None or a finite number of at least 1", 1)
+            check_number(capacity_factor, "capacity_factor", "None or a finite number that is at least 1", 1)
         self.num_experts, self.group = num_experts, group
         self.temperature, self.normalize, self.decay = temperature, normalize, decay
         self.capacity_factor = capacity_factor
@@ -134,7 +138,7 @@ class TopKRouter(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move or cast the module; the bias is never cast to half precision, where averages stop changing."""
+        """Move or cast the module, but keep the bias out of half precision, where averages stop changing."""
         before = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype in (torch.bfloat16, torch.float16):
@@ -146,14 +150,16 @@ class TopKRouter(nn.Module):
             return None
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != logits.shape[:-1]:
             received = (
-                f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+                f"has dtype {mask.dtype} and shape {tuple(mask.shape)}"
+                if isinstance(mask, Tensor)
+                else f"is a {type(mask).__name__}"
             )
             wanted = tuple(logits.shape[:-1])
-            raise ValueError(f"`mask` must be a bool tensor of shape {wanted}, but it is {received}.")
+            raise ValueError(f"`mask` must be a bool tensor of shape {wanted}, but it {received}.")
         return mask.reshape(-1)
 
     def _balance(self, tokens: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute Y and mu of this batch, and update the stored bias."""
+        """Compute Y and mu for this batch, and update the stored bias."""
         k = self.k if present is None else self.k * present.double()
         start = self.bias if int(self.updates) else None
         y, _, mu = balanced(tokens, k, None, None, "exactly", start, self.group)
@@ -167,7 +173,7 @@ class TopKRouter(nn.Module):
         return y, mu
 
     def _apply_bias(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        mu = self.bias.to(tokens.dtype, copy=True)  # later updates must not change results
+        mu = self.bias.to(tokens.dtype, copy=True)  # later updates must not change this result
         return lml(tokens + mu, self.k), mu
 
     def _drop(self, weights: Tensor, indices: Tensor, present: Tensor | None) -> Tensor:
@@ -175,8 +181,8 @@ class TopKRouter(nn.Module):
         count = len(weights) if present is None else int(present.sum())
         most = math.ceil((self.capacity_factor or 1) * count * self.k / self.num_experts)
         flat, expert = weights.detach().flatten(), indices.flatten()
-        # Sort by expert, then by descending weight. The rank of an assignment is its position within its
-        # expert.
+        # Sort by expert, then by descending weight. The rank of an assignment is its index among the
+        # assignments to the same expert.
         order = flat.argsort(descending=True, stable=True)
         order = order[expert[order].argsort(stable=True)]
         sizes = torch.bincount(expert, minlength=self.num_experts)

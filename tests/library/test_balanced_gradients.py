@@ -142,7 +142,7 @@ def test_unsupported_operations_raise() -> None:
     with pytest.raises(NotImplementedError, match="only first derivatives"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
     for transform in (torch.func.grad, torch.func.jacfwd):
-        with pytest.raises(NotImplementedError, match=r"transform of torch\.func"):
+        with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
             transform(lambda x: torchlml.balanced_lml(x, 2).square().sum())(x.detach())
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         torchlml.balanced_lml(torch.autograd.forward_ad.make_dual(x.detach(), x.detach()), 2)

@@ -358,7 +358,7 @@ WRONG = {
         ValueError,
         "k different indices",
     ),
-    "too large": (lambda: KSubset(2, logits=X).log_prob(torch.tensor([1, 5])), ValueError, "but one is 5."),
+    "too large": (lambda: KSubset(2, logits=X).log_prob(torch.tensor([1, 5])), ValueError, "contains 5."),
     "hot integers": (
         lambda: KSubset(2, logits=X).log_prob(torch.tensor([1, 1, 0, 0, 0])),
         ValueError,

@@ -289,7 +289,7 @@ def test_wrong_targets_raise(loss, error, words, arguments, settings):
     ("words", "target", "settings"),
     [
         ("`target` must be int64 or uint8 (class indices", LABELS.int(), {}),
-        ("and must have the logits' shape (3, 6)", ROWS[:, 1:], {}),
+        ("must have the logits' shape (3, 6)", ROWS[:, 1:], {}),
         ("`target` must contain nonnegative weights", ROWS - 1, {}),
         ("pass `target.bool()`", F.one_hot(LABELS, 6), {}),
         ("`target` has a label where `mask` is False", ROWS == 0, {"mask": torch.arange(6) > 0}),
@@ -307,7 +307,7 @@ def test_wrong_multi_label_targets_raise(loss, words, target, settings):
     ("words", "target", "settings"),
     [
         ("`target` must contain positions from 0 to 17", torch.tensor([18]), {}),
-        ("`target` must be flat with `offsets`", LABELS[:, None], {}),
+        ("With `offsets`, `target` must be a 1-d tensor", LABELS[:, None], {}),
         ("`weight` must be None for ragged rows", LABELS, {"weight": torch.ones(18)}),
         ("`target` has a label where `mask` is False", LABELS, {"mask": torch.arange(18) > 0}),
         ("`offsets` must start at 0", LABELS, {"offsets": torch.tensor([0, 5])}),

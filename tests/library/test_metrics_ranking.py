@@ -239,7 +239,7 @@ RAGGED = {"target": torch.tensor([0]), "offsets": torch.tensor([0, 2, 3])}
         (lambda: label_propensities(torch.tensor([-1.0]), 10), "`counts` .* negative"),
         (
             lambda: label_propensities(torch.tensor([1]), 2),
-            "`rows` must be a number of at least 3, but it is 2",
+            "`rows` must be a number that is at least 3, but it is 2",
         ),
         (lambda: label_propensities(torch.tensor([1]), 9, a=-1), "`a` must be a nonnegative number"),
         (lambda: label_propensities(torch.tensor([0]), 9, b=0), "`b` must be positive"),
@@ -256,7 +256,7 @@ RAGGED = {"target": torch.tensor([0]), "offsets": torch.tensor([0, 2, 3])}
         (lambda: psp_of(X[:, :4], Y, 1), "`preds` must have 6 columns.* it has 4"),
         (lambda: psp_of(X, Y, 1, classes=Y), "`classes` must be None without `offsets`"),
         (lambda: psp_of(torch.zeros(3), k=1, **RAGGED), "`classes`.* is required"),
-        (lambda: psp_of(torch.zeros(3), k=1, classes=Y, **RAGGED), "`classes` must be int64 .*\\(3,\\)"),
+        (lambda: psp_of(torch.zeros(3), k=1, classes=Y, **RAGGED), "`classes` must be an int64 .*\\(3,\\)"),
         (lambda: psp_of(torch.zeros(3), k=1, classes=torch.tensor([0, 1, N]), **RAGGED), "from 0 to 5"),
         (lambda: topk_precision(X, [0, 1], 1), "`target` must be a torch.Tensor"),
         (lambda: topk_ndcg(X, Y, 0), "`k` must be at least 1"),

@@ -149,5 +149,5 @@ def test_torchmetrics_is_needed_for_the_metrics_only():
         "try:\n    import torchlml.metrics\n"
         "except ImportError as error:\n    print(error)\n"
     )
-    said = "`torchlml.metrics` needs torchmetrics: install it with `pip install torchlml[metrics]`.\n"
+    said = "`torchlml.metrics` requires torchmetrics. Install it with `pip install torchlml[metrics]`.\n"
     assert run(program).stdout == said

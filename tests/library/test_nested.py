@@ -209,7 +209,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "topk_mask": (lambda: torchlml.topk_mask(X, 1), "`x` must be a dense tensor for this function"),
     "strided": (
         lambda: torchlml.lml(strided(), 1),
-        "`x` must be a nested tensor made with `layout=torch.jagged`, but it is nested as torch.strided",
+        "`x` must be a nested tensor with the layout torch.jagged, but its layout is torch.strided",
     ),
 }
 

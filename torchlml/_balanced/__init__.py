@@ -20,7 +20,7 @@ from torchlml.projection import lml_dual
 if TYPE_CHECKING:  # slow to import, and few calls need it
     from torchlml._distributed.group import LabelGroup
 
-# Up to this many multiplications, forming the Schur complement as a matrix is faster than iterating.
+# Up to this many multiplications, forming the Schur complement as a matrix is faster than an iterative solve.
 _SMALL = 2**21
 # Totals with a smaller relative difference count as equal, and the capacities are scaled to the total of k.
 _TOTALS = 1e-5
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The sizes of a problem; lists have one number for each process that holds some of its rows."""
+    """The sizes of a problem. Each list has one number for each process that holds some of the rows."""
 
     rows: list[int]
     totals: list[float]  # the sums of k
@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 
 
 def project(m: Matrix, extent: Extent, dual: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute Y, nu and mu of one problem; nu is empty unless `dual` is True."""
+    """Compute Y, nu and mu for one problem. nu is empty unless `dual` is True."""
     n = m.x.shape[1]
     # The total is bitwise identical on every process and has a derivative with respect to this process's k.
     wanted = sum(extent.totals)
@@ -87,9 +87,9 @@ class _Project(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, k: Tensor, capacity: Tensor, s: Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # If y rounds to 1, y (1 - y) is 0. This error is negligible in the gradient of x. But if all entries
-        # of a row are close to 0 or 1, the gradients of the multipliers and of k depend on these small
-        # weights, and the backward pass recomputes them from nu.
+        # If y rounds to 1, y * (1 - y) is 0. This error is negligible in the gradient with respect to x. But
+        # if all entries of a row are close to 0 or 1, the derivatives of the multipliers and the derivatives
+        # with respect to k depend on these small weights, and the backward pass recomputes them from nu.
         accurate = s.dual or any(ctx.needs_input_grad[1:3])
         known, point = _solve(x.contiguous(), k, capacity, s)
         mu, y = point.mu, point.weights.y
@@ -156,7 +156,7 @@ class _Known(NamedTuple):
 def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings, present: Tensor | None) -> _Known:
     """Check the capacities and remove the empty and full columns, whose multipliers are infinite.
 
-    `present` is the number of available rows of each column, for processes that have exchanged it.
+    `present` is the number of available rows in each column, for processes that have exchanged it.
     """
     extent, problem = s.extent, _problem(x, k, capacity, s)
     roomy = s.at_most or extent.roomy  # no column is full
@@ -195,11 +195,13 @@ def _without(x: Tensor, k: Tensor, empty: Tensor, full: Tensor) -> tuple[Tensor,
 def _gradients(
     s: Settings, known: Weights, mu: Tensor, d_y: Tensor | None, d_nu: Tensor | None, d_mu: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of x, k and the capacities c from the gradients of Y, nu and mu.
+    """Compute the gradients for x, k and the capacities c from the gradients for Y, nu and mu.
 
-    Changes dx, dk and dc change (nu, mu) by the solution of J (dnu, dmu) = (dk - w dx 1, dc - (w dx)' 1) with
-    J = [diag(a), w; w', diag(d)]. So with J (p, q) = (gradient of nu, gradient of mu), both including the
-    contribution through Y, the gradients are w (dY - p - q) for x, p for k and q for c.
+    Let w = y * (1 - y) have row sums a and column sums d, and let J = [diag(a), w; w^T, diag(d)]. If x, k and
+    c change by dx, dk and dc, then nu and mu change by dnu and dmu, the solution of
+    J (dnu, dmu) = (dk - row sums of w * dx, dc - column sums of w * dx). Let p and q be the solution of
+    J (p, q) = (g_nu, g_mu), where the gradients g_nu and g_mu include the contributions through Y. With the
+    gradient g_Y for Y, the gradients are w_ij * (g_Y_ij - p_i - q_j) for x_ij, p for k and q for c.
     """
     w = known.w
     rows = w.new_zeros(w.shape[0])
@@ -243,18 +245,18 @@ def _solve_columns(
 
 
 def _check_columns(capacity: Tensor, present: Tensor) -> None:
-    """Raise if the capacity of a column exceeds `present`, its number of available rows."""
+    """Raise an error if the capacity of a column exceeds `present`, its number of available rows."""
     wrong = (capacity > present * (1 + _TOTALS)).nonzero()
     if len(wrong):
         column = int(wrong[0])
         raise ValueError(
-            "`capacity` must not exceed the number of available rows of a column, but column "
+            "`capacity` must not exceed the number of available rows in a column, but column "
             f"{column} has a capacity of {capacity[column]:g} and {int(present[column])} available rows."
         )
 
 
 def _check_totals(rows: float, columns: float, at_most: bool) -> None:
-    """Raise unless the totals of the row sums and of the capacities are compatible."""
+    """Raise an error unless the total of the row sums and the total of the capacities are compatible."""
     slack = _TOTALS * max(rows, columns)
     if at_most and columns < rows - slack:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Rows of the two-sided projection for given column multipliers, and linear systems with their derivative.
+"""The rows of the two-sided projection for given column multipliers, and solvers for its linear systems.
 
-With w = y (1 - y), row sums a and column sums d, the derivative of the column sums with respect to the column
-multipliers is S = diag(d) - w' diag(1/a) w. It is a graph Laplacian: symmetric, positive semidefinite, with
-nonpositive off-diagonal entries and S 1 = 0. Solving with S is a Newton step in the forward pass, and it is
-the whole backward pass.
+Let w = y * (1 - y) have row sums a and column sums d. The derivative of the column sums of y with respect to
+the column multipliers is S = diag(d) - w^T diag(1/a) w. It is a graph Laplacian: symmetric, positive
+semidefinite, with nonpositive off-diagonal entries and S 1 = 0. Each Newton step in the forward pass solves a
+linear system with S, and so does the backward pass.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _product(y: Tensor, inverse: Tensor, p: Tensor) -> Tensor:
         return torch.mv(w.T, torch.mv(w, p.to(w.dtype)) * inverse).double()
 
 
-# Returns y = lml(x + mu, k), the inverse row sums of w, and the column sums of y, w and w y, which are a
-# float64 tensor of shape (3, n). x is float32 or float64, and mu is float64.
+# Returns y = lml(x + mu, k), the inverse row sums of w, and the column sums of y, w and w * y as a float64
+# tensor of shape (3, n). x is float32 or float64, and mu is float64.
 balanced_forward = operator(
     "balanced_forward(Tensor x, Tensor mu, Tensor k) -> (Tensor, Tensor, Tensor)",
     _forward,
     lambda x, mu, k: (torch.empty_like(x), x.new_empty(x.shape[0]), mu.new_empty(3, x.shape[1])),
 )
-# Returns w' diag(inverse) w p in float64.
+# Returns the product w^T diag(inverse) w p in float64.
 balanced_product = operator(
     "balanced_product(Tensor y, Tensor inverse, Tensor p) -> Tensor",
     _product,
@@ -50,7 +50,7 @@ balanced_product = operator(
 
 
 class Weights(NamedTuple):
-    """The weights w = y (1 - y) of one matrix, with the sums that every product with S needs."""
+    """The weights w = y * (1 - y) of one matrix, with the sums that every product with S needs."""
 
     y: Tensor  # (R, n): y, or the smaller of y and 1 - y, which has the same w
     inverse: Tensor  # (R,): 1 / a, and 0 for rows whose weights are all 0
@@ -84,7 +84,7 @@ def conjugate_gradients(
             stopping early still gives a descent direction.
 
     Preconditioned by diag(d), S has the eigenvalues 1 - s², where s are the singular values of the normalized
-    weights. They are close to 1 unless the logits are nearly a hard assignment, so a few iterations suffice.
+    weights. They are close to 1 unless y is nearly a hard assignment, so a few iterations suffice.
     """
     y, inverse, d = weights
     d = d if free is None else torch.where(free, d, 0)
@@ -103,7 +103,7 @@ def conjugate_gradients(
         # This is -S p. Columns that are not free do not matter: their z and p are 0.
         change = torch.addcmul(balanced_product(y, inverse, p), d, p, value=-1)
         curvature = -float(p @ change)
-        if not curvature > 0:  # due to rounding: p is in the null space of S
+        if not curvature > 0:  # up to rounding, p is in the null space of S
             return q, False
         alpha = rho / curvature
         q = torch.add(q, p, alpha=alpha)
@@ -144,7 +144,7 @@ def dense_solve(
     if not anchored:
         right = _centered(right, diagonal)
     s = off_diagonal[kept][:, kept] + torch.diag(diagonal)
-    if not anchored:  # S 1 = 0, and this term makes the solution unique: the one with mean 0
+    if not anchored:  # because S 1 = 0, this term is needed to select the solution with mean 0
         s = s + diagonal.mean() / len(diagonal)
     damping = 1e-15
     while True:

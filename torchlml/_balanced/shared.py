@@ -1,6 +1,6 @@
 """The two-sided projection of one matrix whose rows are sharded across processes.
 
-The solver needs only a few rounds of communication. A sample of the rows of all processes serves as a model
+The solver needs only a few rounds of communication. A sample of rows from all processes serves as a model
 of the matrix. Every process has the same sample and minimizes the model without communication. One round of
 communication then gives the exact column sums and their exact derivative at this point. These correct the
 model, whose minimum is the next point. The error of each point is about a tenth of the square of the previous
@@ -37,7 +37,7 @@ _GOAL = {torch.float32: 7e-5, torch.float64: 7e-10}
 
 
 class Sample(NamedTuple):
-    """Rows of all processes, and the number of available rows of each column."""
+    """Sampled rows from all processes, and the number of available rows in each column."""
 
     x: Tensor  # (S, n) float32, or float64 if float32 is not accurate enough
     k: Tensor  # (S,) float64
@@ -45,13 +45,13 @@ class Sample(NamedTuple):
 
 
 def gather_sample(problem: Problem, rows: list[int], processes: LabelGroup) -> Sample:
-    """Gather a sample of the rows of all processes, or all rows if there are few.
+    """Gather a sample of the rows from all processes, or all rows if there are few.
 
-    This takes one round of communication. Every process contributes in proportion to its number of rows.
+    This takes one round of communication. Every process contributes rows in proportion to its number of rows.
 
     Args:
         problem: The problem, with the rows of this process.
-        rows: The number of rows of each process.
+        rows: The number of rows on each process.
         processes: The processes that hold the rows.
     """
     x, n = problem.x, problem.x.shape[1]
@@ -61,7 +61,7 @@ def gather_sample(problem: Problem, rows: list[int], processes: LabelGroup) -> S
     wanted = [min(count, -(-size * count // total)) for count in rows]
     own = wanted[processes.rank]
     taken = spread_rows(x.shape[0], own, x.device)
-    # All messages must have the same size. They are padded with rows with k = 0, which have no effect.
+    # All messages must have the same size. They are padded with rows that have k = 0 and thus no effect.
     dtype = torch.float32 if problem.range <= FLOAT32_RANGE else torch.float64
     part = x.new_zeros((max(wanted) + 2, n + 1), dtype=dtype)
     part[:own, :-1] = x[taken]
@@ -81,7 +81,7 @@ def solve_shared(problem: Problem, start: Tensor | None, sample: Sample | None) 
     Args:
         problem: The problem, with the rows of this process.
         start: An initial guess for mu, or None.
-        sample: Rows of all processes, or None if `start` is known to be near the solution.
+        sample: Sampled rows from all processes, or None if `start` is known to be near the solution.
     """
     final, goal = problem.final, _GOAL[problem.x.dtype]
     if sample is None:
@@ -94,7 +94,7 @@ def solve_shared(problem: Problem, start: Tensor | None, sample: Sample | None) 
             if point.error <= goal or point.error > 2 * best.error:
                 break
             found = evaluate(final, _next(model, point, goal), True)
-            if torch.equal(found.mu, point.mu):  # no progress; mu is bitwise identical on all processes
+            if torch.equal(found.mu, point.mu):  # no progress; mu is identical on all processes, so all stop
                 break
             point = found
             if point.error < best.error:
@@ -119,7 +119,8 @@ def _guess(model: Problem, start: Tensor | None) -> Tensor:
     if start is not None:
         points.append(evaluate(model, normalized(model, start), True))
     point = newton(model, min(points, key=lambda point: point.error), 1e-4, 30, True)
-    if model.scale < 1.001 and not point.error <= 1e-3:  # the sample is the whole matrix, and Newton failed
+    # If the sample is the whole matrix and Newton's method failed, a path of temperatures is more robust.
+    if model.scale < 1.001 and not point.error <= 1e-3:
         point = follow_path(model.cast(torch.float64), 1e-4)
     return point.mu
 

@@ -1,8 +1,8 @@
 """Solve for the column multipliers mu of the two-sided projection.
 
 For every mu, `lml` solves the rows exactly. It remains to minimize the convex function
-f(mu) = sum_i lml_value(x_i + mu, k_i) - c.mu, whose gradient is the error of the column sums and whose
-Hessian is the Schur complement S of `linear.py`. The initial guess comes from a sample of the rows, and
+f(mu) = sum_i lml_value(x_i + mu, k_i) - dot(c, mu), whose gradient is the error of the column sums and whose
+Hessian is the Schur complement S in `linear.py`. The initial guess comes from a sample of the rows, and
 Newton's method with conjugate gradients refines it. If that fails, as for nearly hard assignments, the solver
 follows a path of decreasing temperatures with dense Newton steps in float64.
 """
@@ -60,7 +60,7 @@ class Problem:
 
     @cached_property
     def used(self) -> Tensor:
-        """(n,) bool: the columns that have a multiplier, those with a positive capacity."""
+        """(n,) bool: the columns that have a multiplier because their capacity is positive."""
         return self.capacity > 0
 
     @cached_property
@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def guarantee(self) -> float:
-        """The largest relative error of a result."""
+        """The largest relative error that a result may have."""
         rounding = 8 * torch.finfo(torch.float64).eps * self.range + self.resolution
         return min(_GUARANTEE[self.x.dtype] + rounding, 2e-4)
 
@@ -100,14 +100,14 @@ class Point(NamedTuple):
 
     mu: Tensor  # (n,) float64
     weights: Weights
-    sums: Tensor  # (3, n) float64: the column sums of y, w and w y
+    sums: Tensor  # (3, n) float64: the column sums of y, w and w * y
     gradient: Tensor  # (n,) float64: column sums minus capacities
     error: float  # the relative error of the column sums
     off_diagonal: Tensor | None  # the off-diagonal part of the Schur complement, if the steps are dense
 
 
 def solve(problem: Problem, start: Tensor | None) -> Point:
-    """Solve one problem; `start` is an initial guess for mu, or None."""
+    """Solve one problem. `start` is an initial guess for mu, or None."""
     final = problem.final
     quick = problem.cast(torch.float32 if problem.range < 1e30 else torch.float64)
     point = None
@@ -189,7 +189,7 @@ def spread_rows(rows: int, count: int, device: torch.device) -> Tensor:
     """Return the indices of `count` of `rows` rows, one from each of `count` equal parts.
 
     The position within a part changes by the golden ratio from part to part. Evenly spaced rows could all be
-    alike, such as the first tokens of sequences of equal length.
+    similar, such as the first tokens of sequences of equal length.
     """
     part = torch.arange(count, dtype=torch.float64, device=device)
     place = (part + (part * 0.6180339887498949) % 1) * (rows / max(count, 1))
@@ -216,7 +216,7 @@ def alternate(problem: Problem, capacity: Tensor) -> Tensor:
     # capacity is reduced.
     capacity = torch.minimum(capacity, 0.99 * present)
     mu = torch.zeros_like(capacity)
-    # With "at_most", the multipliers of the full columns fall step by step, which takes more iterations.
+    # With "at_most", the multipliers of the full columns decrease gradually, which takes more iterations.
     for _ in range(32 if problem.at_most else 4):
         nu = torch.nan_to_num(lml_dual(x + mu.to(x.dtype), problem.k), posinf=50.0, neginf=-50.0)
         new = lml_dual(transposed + nu, capacity, bound="at_most" if problem.at_most else "exactly").double()
@@ -276,7 +276,7 @@ def evaluate(problem: Problem, mu: Tensor, dense: bool = False) -> Point:
 def _exchange(
     processes: LabelGroup, mu: Tensor, sums: Tensor, off_diagonal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the sums of all processes, in one round of communication."""
+    """Add up the sums from all processes in one round of communication."""
     from torchlml._distributed.group import add_up
 
     assert off_diagonal is not None
@@ -301,12 +301,13 @@ def _direction(problem: Problem, point: Point, target: Tensor, goal: float) -> T
 
 
 def _targets(problem: Problem, point: Point, careful: bool) -> list[Tensor]:
-    """Return changes of the column sums to aim for, the most promising first."""
+    """Return changes in the column sums to aim for, the most promising first."""
     change = -point.gradient
     if careful or point.error > 0.5:
         return [change]
-    # Column sums are nearly exponential in mu. With slope d and second derivative r d they change by
-    # d (exp(r t) - 1) / r. The inverse of this function gives a much better target than its tangent.
+    # Column sums are nearly exponential in mu. With slope d and second derivative r * d, a step t changes
+    # them by d * (exp(r * t) - 1) / r. The inverse of this function gives a much better target than its
+    # tangent.
     _, slope, third = point.sums.unbind(0)
     ratio = torch.rsub(third / slope, 1, alpha=2).clamp(0.01, 1)
     aim = torch.log1p(ratio * (change / slope)) / ratio * slope
@@ -316,7 +317,7 @@ def _targets(problem: Problem, point: Point, careful: bool) -> list[Tensor]:
 
 
 def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point | None:
-    """Return a point along a step that does not go far past the minimum of f, or None.
+    """Return a point along a step that is not far past the minimum of f, or None if none was found.
 
     f is convex, so a positive slope along the step shows that the point is past the minimum. The slope must
     not exceed half the magnitude of the slope at the start.
@@ -339,7 +340,7 @@ def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point 
 
 
 def follow_path(problem: Problem, goal: float) -> Point:
-    """Solve at a high temperature and halve it until it is 1, each time starting from the last solution."""
+    """Solve at a high temperature, and halve it until it is 1, starting from the previous solution."""
     scale = min(1.0, 8.0 / max(problem.range, 1e-300))
     mu = torch.zeros_like(problem.capacity)
     while scale < 1:

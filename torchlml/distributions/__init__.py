@@ -1,4 +1,4 @@
-"""Probability distributions over choices of exactly k of n."""
+"""Probability distributions over sets of exactly k of n entries."""
 
 from torchlml.distributions.ksubset import KSubset
 

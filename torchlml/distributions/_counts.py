@@ -13,7 +13,7 @@ No step subtracts large numbers, so small results have full relative accuracy. T
 does not depend on the tilt, so derivatives with respect to z need no derivative of the tilt. All operations
 are differentiable PyTorch operations.
 
-The variance V = sum b (1 - b) of the count selects one of three methods:
+The variance V = sum(b * (1 - b)) of the number of successes, called the count, selects one of three methods:
 
 - V < 1/64: nearly all probability is on the set A. Elementary symmetric polynomials up to order 5 suffice.
 - V < 18: a discrete Fourier transform of the distribution of the count. Entries with small b contribute power
@@ -35,7 +35,7 @@ _QUIET = 1 / 64
 # From this variance on, frequencies near π have weight below exp(-2 * 18) = 2e-16.
 BUSY = 18.0
 _ORDER = 5
-_OUTER = 0.05  # entries with smaller b contribute power sums: |b w| <= 0.1
+_OUTER = 0.05  # entries with smaller b contribute power sums: |b * w| <= 0.1
 _OUTER_POWERS = 16
 _BASE = 8  # L powers are formed as x^(8a + c) from only 8 + L / 8 arrays
 # Elements per temporary array: small enough for the cache, large enough to hide the overhead of a call.
@@ -59,7 +59,7 @@ def conditional(b: Tensor, above: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     quiet, busy = variance < _QUIET, variance >= BUSY
     rows = max(1, _CHUNK // max(1, n))
     # The middle method stores a factor for each frequency and each large b. There are at most
-    # V / (0.05 * 0.95) large b.
+    # V / (0.05 * 0.95) large values of b.
     largest = float(torch.where(busy, 0, variance).max()) if len(b) else 0.0
     factors = min(n, largest / (_OUTER * (1 - _OUTER))) * _half(largest, n)
     rows_of_middle = max(1, min(rows, int(_FACTORS / max(1, factors))))
@@ -87,18 +87,19 @@ def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def variance_of(b: Tensor) -> Tensor:
-    """Return the variance of the count of each row."""
+    """Return the variance of the count for each row."""
     return (b - b * b).sum(-1)
 
 
 def _quiet(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve rows with V < 1/64, where d = 0, by the sum of e_j(odds in A) e_j(odds in B) over j <= 5."""
+    """Solve rows with V < 1/64, where d = 0, by the sum of e_j(odds in A) * e_j(odds in B) over j <= 5."""
     odds = b / (1 - b)
     in_a = torch.where(above, odds, 0)
     of_a, of_b = _symmetric(in_a), _symmetric(odds - in_a)
     orders = range(1, _ORDER + 1)
     rest = torch.stack([of_a[j] * of_b[j] for j in orders]).sum(0)
-    # Without entry i, e_j(B \ i) = e_j(B) - odds_i e_{j-1}(B \ i): the same polynomial in odds_i for all i.
+    # Without entry i, e_j(B \ i) = e_j(B) - odds_i * e_{j-1}(B \ i). This is the same polynomial in odds_i
+    # for all i.
     tail = torch.zeros_like(odds)
     for power in reversed(range(_ORDER)):
         shifted = [(of_a[j], of_b[j - 1 - power], of_b[j], of_a[j - 1 - power]) for j in orders if j > power]
@@ -111,7 +112,8 @@ def _quiet(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tenso
 def _symmetric(odds: Tensor) -> list[Tensor]:
     """Compute the elementary symmetric polynomials e_0 to e_5 of each row by Newton's identities.
 
-    The error of e_j is about eps e_1^j / j!, which is negligible next to e_1 because e_1 is below 1/64.
+    The error of e_j is about eps * e_1^j / j!, which is negligible compared with e_1, because e_1 is below
+    1/64.
     """
     power, sums = odds, [odds.sum(-1)]
     for _ in range(_ORDER - 1):
@@ -130,7 +132,7 @@ def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tens
     angle = angles(float(variance.max()), n, b)
     u, v = angle.cos() - 1, angle.sin()  # w = exp(iθ) - 1 = u + iv
     side = side_of(above, b)
-    # An entry of B contributes the factor 1 + b w, and an entry of A its conjugate. Padding has b = 0.
+    # An entry of B contributes the factor 1 + b * w, and an entry of A its conjugate. Padding has b = 0.
     inner = b.detach() > _OUTER
     row, column = inner.nonzero(as_tuple=True)
     place = torch.arange(len(row), device=b.device) - torch.searchsorted(row, row)
@@ -138,7 +140,7 @@ def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tens
     packed = b.new_zeros(rows, width).index_put((row, place), b[row, column]).unsqueeze(-1)
     sign = b.new_zeros(rows, width).index_put((row, place), side[row, column]).unsqueeze(-1)
     factor = torch.complex(1 + packed * u, packed * sign * v)
-    # For the entries with small b, log(1 + b w) = -sum_l (-w)^l b^l / l.
+    # For the entries with small b, log(1 + b * w) = -sum_l (-w)^l * b^l / l.
     powers_of_b = _Powers(b)
     sums, signed = powers_of_b.sums(b.masked_fill(inner, 0), side, _OUTER_POWERS)  # of b^(l + 1)
     order = torch.arange(1, _OUTER_POWERS + 1, device=b.device).unsqueeze(-1)
@@ -148,7 +150,8 @@ def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tens
     )
     c = log_others.exp() * _product(factor)
     log_p, real, imaginary = _normalize(c.real, c.imag)
-    # With D = Re sum_m c w / (1 + b w), and the conjugate of w in A, the tail is b (1 + (1 - b) D).
+    # Let D be the real part of sum_m c_m * w_m / (1 + b * w_m), with the conjugate of w_m for entries in A.
+    # Then the tail is b * (1 + (1 - b) * D).
     even, odd = powers_of_b.polynomials(-real @ powers.real.T, imaginary @ powers.imag.T)
     ratio = torch.complex(u.expand(factor.shape), sign * v) / factor
     direct = (real.unsqueeze(1) * ratio.real - imaginary.unsqueeze(1) * ratio.imag).sum(-1)
@@ -165,16 +168,18 @@ def _busy(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor
     size, phase = _generating_function(powers, b, side, variance, angle, terms)
     phase = phase - d.unsqueeze(-1) * angle
     log_p, real, imaginary = _normalize(size * phase.cos(), size * phase.sin())
-    # D as in `_middle`, from w / (1 + y w) = 2i sin(θ/2) (1 + 2 sum_l (iτ)^l T_l(1 - 2y)), τ = tan(θ/4).
+    # D is as in `_middle`. The series follows from
+    # w / (1 + y * w) = 2i * sin(θ/2) * (1 + 2 * sum_l (iτ)^l * T_l(1 - 2y)) with τ = tan(θ/4).
     from_real, from_imaginary = _slope_series(len(angle) - 1, terms)
     (slope,) = powers.polynomials(real @ from_real.to(b.device) + imaginary @ from_imaginary.to(b.device))
     return log_p - (-b).log1p().sum(-1), b + (b - b * b) * (side * slope)
 
 
 def generating_function(b: Tensor, side: Tensor, variance: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of exp(iθ D) as absolute value and argument; D is successes in B minus failures in A.
+    """Return the absolute value and the argument of the mean of exp(iθD).
 
-    Rows need a variance of at least `BUSY`.
+    D is the number of successes in B minus the number of failures in A. Every row must have a variance of at
+    least `BUSY`.
     """
     powers = _Powers(side * (1 - 2 * b))
     return _generating_function(powers, b, side, variance, angle, series_terms(float(variance.min())))
@@ -188,23 +193,25 @@ def _generating_function(
     plain, signed = powers.sums(2 * b, side, terms)
     is_odd = torch.arange(terms, device=b.device) % 2 == 1
     size, phase = torch.where(is_odd, signed, plain) @ even, torch.where(is_odd, plain, signed) @ odd
-    # The absolute value is at most exp(-V (1 - cos θ)). If this bound vanishes, the series has not converged.
+    # The absolute value is at most exp(-V * (1 - cos θ)). Where this bound is negligible, the series may not
+    # have converged, and the value is set to 0.
     relevant = variance.unsqueeze(-1) * (1 - angle.cos()) < 42
     return torch.where(relevant, size, -torch.inf).exp(), phase
 
 
 def series_terms(variance: float) -> int:
-    """Return the length L of the Chebyshev series: max of exp(-V (1 - cos θ)) tan(θ/4)^L is below 1e-16."""
+    """Return a length L of the Chebyshev series such that exp(-V * (1 - cos θ)) * tan(θ/4)^L < 1e-16."""
     return 24 if variance < 100 else 16 if variance < 1e4 else 8
 
 
 @functools.lru_cache(maxsize=64)
 def _log_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
-    """Return matrices that map sums of 2b x^l, where x = 1 - 2b, to the real and imaginary parts of the log.
+    """Return matrices that map sums of 2b * x^l to the real and imaginary parts of the logarithm.
 
-    Both have shape (terms, half + 1). They follow from log(1 + b w) = -2 sum_l (iτ)^l (T_l(x) - 1) / l with
-    τ = tan(θ/4), because the singularity in x is on the ellipse with parameter 1 / τ around [-1, 1]. Writing
-    T_l(x) - 1 through 1 - x^j = sum_{i<j} 2b x^i keeps entries with tiny b accurate.
+    Here x = 1 - 2b. Both matrices have shape (terms, half + 1). They follow from
+    log(1 + b * w) = -2 * sum_l (iτ)^l * (T_l(x) - 1) / l with τ = tan(θ/4). The series converges because the
+    singularity in x is on the ellipse with parameter 1 / τ around [-1, 1]. Expressing T_l(x) - 1 through
+    1 - x^j = sum_{i<j} 2b * x^i keeps entries with tiny b accurate.
     """
     order = torch.arange(1, terms + 1)
     angle = _grid(half)
@@ -247,15 +254,16 @@ def _alternating(order: Tensor) -> Tensor:
 def angles(variance: float, n: int, like: Tensor) -> Tensor:
     """Return the angles θ_m = 2πm/M below π at which the generating function of the count is evaluated.
 
-    M is odd to avoid θ = π, where 1 + b w vanishes for b = 1/2. By Bernstein's inequality, a count differs
-    from its mean by M or more with a probability below exp(-44), so aliasing is smaller than rounding errors.
+    M is odd to avoid θ = π, where 1 + b * w vanishes for b = 1/2. By Bernstein's inequality, the count
+    differs from its mean by M or more with a probability below exp(-44), so aliasing is smaller than rounding
+    errors.
     """
     return _grid(_half(variance, n)).to(like.device)
 
 
 def _half(variance: float, n: int) -> int:
     half = math.ceil((14 + math.sqrt(215 + 88 * variance)) / 2)
-    return min(8 * -(-half // 8), -(-n // 2))  # multiples of 8, so that tables are found in the cache
+    return min(8 * -(-half // 8), -(-n // 2))  # multiples of 8, so that cached tables are reused
 
 
 def _grid(half: int) -> Tensor:
@@ -263,7 +271,10 @@ def _grid(half: int) -> Tensor:
 
 
 def _normalize(real: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log of the mean of terms c_m, and c / sum c. A term with m > 0 includes its conjugate."""
+    """Return the logarithm of the mean of the terms c_m, and the real and imaginary parts of c_m / sum(c).
+
+    Each term with m > 0 is counted together with its conjugate.
+    """
     twice = torch.full_like(real[0], 2.0)
     twice[0] = 1.0
     real, imaginary = real * twice, imaginary * twice
@@ -292,7 +303,7 @@ class _Powers:
         self._pieces = [(_stacked(torch.ones_like(y), y, _BASE), _eighth(y)) for y in x.split(_CHUNK, -1)]
 
     def sums(self, weights: Tensor, side: Tensor, terms: int) -> tuple[Tensor, Tensor]:
-        """Sum `weights x^l` and `side weights x^l` over each row for l < terms: two tensors (R, terms)."""
+        """Return the row sums of `weights * x^l` and `side * weights * x^l` for l < terms, as (R, terms)."""
         split = (t.split(_CHUNK, -1) for t in (weights, side))
         plain, signed = [], []
         for (low, high), w, sign in zip(self._pieces, *split, strict=True):
@@ -307,7 +318,7 @@ class _Powers:
         )
 
     def polynomials(self, *coefficients: Tensor) -> list[Tensor]:
-        """Evaluate polynomials at every entry of a row; each is given by its coefficients (R, terms)."""
+        """Evaluate polynomials, given by their coefficients (R, terms), at every entry of a row."""
         rows, terms = coefficients[0].shape
         blocks = torch.cat(coefficients, -1).reshape(rows, -1, _BASE)
         pieces = []
@@ -321,7 +332,7 @@ class _Powers:
 
 
 def _stacked(first: Tensor, x: Tensor, count: int) -> Tensor:
-    """Stack `first`, `first * x`, `first * x^2` and so on: (R, count, n)."""
+    """Stack `first`, `first * x`, `first * x^2` and so on to a tensor (R, count, n)."""
     powers = [first]
     if torch.is_grad_enabled() and (first.requires_grad or x.requires_grad):
         for _ in range(count - 1):

@@ -1,16 +1,16 @@
-"""The distribution P(S) ∝ exp(sum_{i in S} x_i) over the sets of exactly k entries of a row, and its samples.
+"""The distribution P(S) ∝ exp(sum_{i in S} x_i) over the sets S of exactly k entries, and sampling from it.
 
 The dual variable nu of `lml` tilts a row: with z = x + nu, independent coin flips with probabilities
 sigmoid(z) have k successes on average, and given exactly k successes they follow P. `_counts` computes that
 conditional distribution. This module prepares rows, including those with infinite logits, and provides
 derivatives.
 
-Samples are exact: flip independent coins, and accept the result if there are k successes. This happens with a
-probability of about 1 / sqrt(2πV), so for small V the coins are flipped until it does. For large V the
-entries are drawn block by block, in random order: half of them, then half of the rest, and so on. A block is
-accepted with a probability proportional to the probability, computed by `_counts`, that the remaining coins
-bring the total to k. This is rejection sampling from the exact conditional distribution. It needs about 2.4 n
-flips per set instead of n sqrt(2πV).
+Samples are exact. Independent coin flips have exactly k successes with a probability of about
+1 / sqrt(2πV), where V is the variance of the number of successes. For small V, the coins are flipped until
+this happens. For large V, the entries are drawn block by block, in random order: half of them, then half of
+the rest, and so on. A block is accepted with a probability proportional to the probability, computed by
+`_counts`, that the remaining coins bring the total to k. This is rejection sampling from the exact
+conditional distribution. It needs about 2.4 * n flips per set instead of n * sqrt(2πV).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Run a function eagerly, even inside `torch.compile`, because its control flow depends on values."""
+    """Make a function run eagerly even inside `torch.compile`, because its control flow depends on values."""
     # Importing the compiler takes seconds, so it is imported only when something is being compiled.
     disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
@@ -45,8 +45,8 @@ def uncompiled(function: _Function) -> _Function:
     def call(*arguments: Any, **keywords: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
-                "The transforms of `torch.func` are not supported here, because the method depends on the "
-                "values of the logits. Pass a batch instead of using `vmap`, and differentiate with "
+                "This computation does not support `torch.func` transforms, because its method depends on "
+                "the values of the logits. Pass a batch instead of using `vmap`, and differentiate with "
                 "`torch.autograd`."
             )
         chosen = disabled if torch.compiler.is_compiling() else function
@@ -60,10 +60,10 @@ class Law:
 
     Args:
         x: (R, n) logits. Entries of -inf are never chosen, and entries of +inf are always chosen. If more
-            than k entries are +inf, k of them are chosen with equal probability.
+            than k entries are +inf, k of them are chosen uniformly at random.
         k: (R,) int64, the sizes of the sets.
 
-    Rows with a NaN and rows in which fewer than k entries can be chosen give NaN everywhere.
+    If a row contains a NaN, or if fewer than k of its entries can be chosen, all results for the row are NaN.
 
     Attributes:
         forced: (R, n) bool, the entries that are chosen because their logit is +inf, or None. All other
@@ -141,7 +141,7 @@ class Law:
 
     @property
     def variance(self) -> Tensor:
-        """The variance (R, n) of each entry: p (1 - p) for the inclusion probability p; differentiable.
+        """The variance (R, n) of each entry: p * (1 - p) for the inclusion probability p; differentiable.
 
         It is accurate even if p rounds to 1.
         """
@@ -159,7 +159,8 @@ class Law:
     def entropy(self) -> Tensor:
         """The entropy (R,), which is the expectation of -log P(S); differentiable."""
         z = self.z
-        # Only the logarithm inside log_ratio can be negative, and it is small compared with the sum.
+        # All terms are nonnegative except the logarithm of a probability inside `log_ratio`, which is small
+        # compared with the sum.
         value = self.log_ratio + torch.where(self.tail == 0, 0, self.tail * z.detach().abs()).sum(-1)
         pi: Tensor = _Inclusion.apply(z, self)
         expected = (pi * torch.where(z.detach() > -torch.inf, z, 0)).sum(-1)
@@ -184,7 +185,7 @@ class Law:
         return (deviation * cost).sum(-1) + other._relative_normalizer(z)
 
     def log_prob(self, chosen: Tensor) -> Tensor:
-        """Return the log probability (..., R) of sets given as (..., R, n) bool; differentiable."""
+        """Return the log probability (..., R) of sets given as a bool tensor (..., R, n); differentiable."""
         z, present = self.z, chosen if self.forced is None else chosen & ~self.forced
         # All terms of sum_S z - sum_A z are negative: members of A missing from S, and members of S not in A.
         cost = torch.where(present == self.above, 0, torch.where(self.above, -z, z)).sum(-1)
@@ -203,8 +204,9 @@ class Law:
     def log_prob_containing(self, observed: Tensor) -> Tensor:
         """Return the log probability (R,) that the set contains all `observed` entries; differentiable.
 
-        It is sum_Y x + log e_{k - |Y|}(x without Y) - log e_k(x). Each normalizer has its own tilt and is
-        computed relative to a set, so that the result is a sum of small terms.
+        For the observed entries Y, it is sum_Y x + log e_{k - |Y|}(x without Y) - log e_k(x), where e_j is
+        the j-th elementary symmetric polynomial of exp(x). Each normalizer has its own tilt and is computed
+        relative to a set, so that the result is a sum of small terms.
         """
         z = self.z
         if self.forced is not None:
@@ -246,7 +248,7 @@ def _without_infinities(
 
 
 def _with_value(differentiable: Tensor, value: Tensor) -> Tensor:
-    """Return a value with the derivatives of a less accurate expression for it."""
+    """Return `value` with the derivatives of `differentiable`, a less accurate expression for it."""
     if not differentiable.requires_grad:
         return value
     # The difference of infinite values would be NaN.
@@ -296,7 +298,7 @@ def sample(law: Law, count: int) -> Tensor:
     """Draw `count` sets from the distribution of every row.
 
     Returns:
-        (count, R, n) bool, drawn with torch's global random generator.
+        A bool tensor of shape (count, R, n), drawn with PyTorch's global random generator.
     """
     rows, n = law.b.shape
     drawn = law.above.repeat(count, 1)
@@ -334,7 +336,7 @@ def _sample_rows(law: Law, row: Tensor, level: int, drawn: Tensor) -> None:
 
 
 def _blocks(b: Tensor, side: Tensor, level: int) -> list[_Block]:
-    """Split the columns into halves, quarters and so on, as long as the chances can be computed."""
+    """Split the columns into halves, quarters and so on, as long as the probabilities can be computed."""
     n, blocks = b.shape[-1], []
     columns = torch.randperm(n, device=b.device) if level else torch.arange(n, device=b.device)
     for _ in range(level):
@@ -350,7 +352,7 @@ def _blocks(b: Tensor, side: Tensor, level: int) -> list[_Block]:
         chance = chance / chance.amax(-1, keepdim=True)
         blocks.append(_Block(columns[:half], chance, (side_rest * b_rest).sum(-1).round()))
         columns = rest
-    # Nothing comes after the last block, so it must supply the missing number exactly.
+    # No block follows the last block, so it must supply the exact number of missing successes.
     last = b.new_zeros(len(b), 3)
     last[:, 0] = 1
     blocks.append(_Block(columns, last, b.new_zeros(len(b))))

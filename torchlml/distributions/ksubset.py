@@ -13,14 +13,14 @@ from torch.distributions.utils import lazy_property
 
 from torchlml.distributions._law import Law, sample, uncompiled
 
-_LARGEST_SUPPORT = 2**26  # entries of the tensor that `enumerate_support` may return
+_LARGEST_SUPPORT = 2**26  # the maximum number of entries in a result of `enumerate_support`
 
 
 class KHot(constraints.Constraint):
     """Vectors of zeros and exactly k ones.
 
     Args:
-        k: the number of ones, a tensor that broadcasts to the batch.
+        k: the number of ones, as a tensor that broadcasts to the batch shape.
     """
 
     is_discrete = True
@@ -53,11 +53,14 @@ class KSubset(Distribution):
         tensor([2.])
 
     Args:
-        k: the size of the sets, an integer from 0 to n or an integer tensor that broadcasts to the batch.
-        logits: (..., n). An entry of -inf is never chosen, and an entry of +inf is always chosen. If more
-            than k entries are +inf, k of them are chosen with equal probability.
-        probs: (..., n), instead of logits: the success probabilities of independent coin flips, which are
-            conditioned on k successes. They correspond to `logits = log(probs / (1 - probs))`.
+        k: the size of the sets, an integer from 0 to n or an integer tensor that broadcasts to the batch
+            shape.
+        logits: a tensor of shape (..., n). An entry with logit -inf is never chosen, and an entry with logit
+            +inf is always chosen. If more than k logits are +inf, k of these entries are chosen uniformly at
+            random.
+        probs: an alternative to `logits`, of shape (..., n): the success probabilities of independent coin
+            flips, which are conditioned on k successes. They correspond to
+            `logits = log(probs / (1 - probs))`.
         validate_args: whether to check arguments and values, as in `torch.distributions`.
 
     A sample is a vector of n zeros and ones with exactly k ones, in the dtype of the parameter. `log_prob`
@@ -71,9 +74,10 @@ class KSubset(Distribution):
     therefore never tiny, and a short Fourier transform computes it accurately. Time and memory grow with n
     but hardly depend on k.
 
-    Computations are in float64 for every dtype. For float64 logits, `log_prob`, `entropy`, `mean` and
-    `variance` have relative errors of about 1e-14, even if they are tiny. These results, `log_normalizer` and
-    the KL divergence are differentiable any number of times with respect to the logits.
+    All computations are in float64, regardless of the dtype of the parameter. For float64 logits, `log_prob`,
+    `entropy`, `mean` and `variance` have relative errors of about 1e-14, even if their values are tiny. These
+    results, `log_normalizer` and the KL divergence are differentiable any number of times with respect to the
+    logits.
     """
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
@@ -123,8 +127,8 @@ class KSubset(Distribution):
         if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"`{self._name}` must contain {accepted}, but it is {parameter[tuple(place)].item():g} "
-                f"at index {tuple(place)}."
+                f"`{self._name}` must contain {accepted}, but it contains "
+                f"{parameter[tuple(place)].item():g} at index {tuple(place)}."
             )
         never = parameter == (-torch.inf if self._name == "logits" else 0)
         available = n - never.sum(-1)
@@ -174,7 +178,7 @@ class KSubset(Distribution):
 
     @property
     def _law(self) -> Law:
-        # Every result has its own graph, so that `backward` can be called for each of them.
+        # Every result has its own graph, so that `backward` can be called on each of them.
         return self._solved.of(self._rows)
 
     def _per_row(self, values: Tensor) -> Tensor:
@@ -198,7 +202,7 @@ class KSubset(Distribution):
     @property
     @uncompiled
     def mode(self) -> Tensor:
-        """The most probable set: the k largest logits. Ties go to the lower index."""
+        """The most probable set: the k largest logits. Ties are broken in favor of the lower index."""
         # If `probs` were given, use their order: different probabilities may round to equal logits.
         given = self._parameter.detach()
         order = given.argsort(stable=True, dim=-1, descending=True)
@@ -221,7 +225,8 @@ class KSubset(Distribution):
         """Return the log probability of each set.
 
         Args:
-            value: vectors of zeros and k ones (..., n), float or bool, or int64 indices (..., k).
+            value: float or bool vectors of zeros and k ones, of shape (..., n), or int64 indices of shape
+                (..., k).
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"`value` must be a torch.Tensor, but it is a {type(value).__name__}.")
@@ -248,16 +253,20 @@ class KSubset(Distribution):
         if bool(((index < -1) | (index >= n)).any()):
             wrong = index[(index < -1) | (index >= n)].flatten()[0]
             raise ValueError(
-                f"`value` must contain indices from 0 to {n - 1} or -1 (padding), but one is {int(wrong)}."
+                f"`value` must contain indices from 0 to {n - 1} or -1 (padding), but it contains "
+                f"{int(wrong)}."
             )
         ordered = index.sort(-1).values
         repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
         if bool(repeated.any()) or bool(((index >= 0).sum(-1) != self.k).any()):
-            raise ValueError("`value` must list k different indices for each set, but a set has fewer.")
+            raise ValueError(
+                "`value` must contain k different indices for each set, but a set repeats an index or has a "
+                "different number of indices."
+            )
 
     @uncompiled
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008
-        """Draw sets with torch's global random generator, as vectors of zeros and k ones."""
+        """Draw sets with PyTorch's global random generator, as vectors of zeros and k ones."""
         shape = self._extended_shape(torch.Size(sample_shape))
         with torch.no_grad():
             drawn = sample(self._law, math.prod(torch.Size(sample_shape)))
@@ -270,15 +279,17 @@ class KSubset(Distribution):
         return self.sample(sample_shape) + (mean - mean.detach())
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
-        """Return all sets as vectors, stacked along the first dimension. All rows need the same k."""
+        """Return all sets as vectors, stacked along the first dimension. All rows must have the same k."""
         sizes = self.k.unique()
         if len(sizes) != 1:
-            raise NotImplementedError("`enumerate_support` needs the same `k` in all rows of the batch.")
+            raise NotImplementedError(
+                "`enumerate_support` requires the same `k` in all rows of the batch, but `k` differs."
+            )
         n, k = self.event_shape[0], int(sizes[0])
         count = math.comb(n, k)
         if count * n > _LARGEST_SUPPORT:
             raise ValueError(
-                f"`enumerate_support` would list {count} sets of {k} of {n} entries, which is too many."
+                f"`enumerate_support` would return {count} sets of {k} of {n} entries, which is too many."
             )
         members = torch.tensor(list(itertools.combinations(range(n), k)), device=self._parameter.device)
         values = self._parameter.new_zeros(count, n, requires_grad=False)
@@ -310,7 +321,7 @@ def _check_parameter(parameter: Any, name: str) -> None:
 
 
 def _read_k(k: Any, parameter: Tensor) -> Tensor:
-    """Return the set sizes as an int64 tensor; raise an error for fractions."""
+    """Return the set sizes as an int64 tensor. Raise an error for fractions."""
     given = k if isinstance(k, Tensor) else torch.tensor(k) if isinstance(k, (int, float)) else None
     if given is None or given.dtype == torch.bool or given.is_complex():
         raise TypeError(f"`k` must be an integer or a tensor of integers, but it is {k!r}.")

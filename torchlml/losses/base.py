@@ -9,17 +9,18 @@ from torch import Tensor, nn
 from torchlml._arguments import check_limit, check_tensor
 from torchlml._autograd.loss import Reduction, check_reduction
 
-# `repr` shows these settings only if they differ from these defaults.
+# `repr` omits these settings if they have these default values.
 _USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum", "group": None}
 
 
 class TopKLoss(nn.Module):
-    """Base class of the loss modules, which stores the arguments of a loss function except the batch.
+    """Base class of the loss modules. It stores all arguments of a loss function except the batch.
 
     Args:
         k: the number of labels to predict.
         weight: one weight per class, stored as a buffer, so that `.to()` moves it.
-        ignore_index, reduction, **settings: the other arguments of the function. Each becomes an attribute.
+        ignore_index, reduction, **settings: the other arguments of the loss function. Each becomes an
+            attribute.
     """
 
     k: Any
@@ -47,7 +48,7 @@ class TopKLoss(nn.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The stored arguments of the function by name, without `k`."""
+        """The stored arguments of the loss function, except `k`, by name."""
         return {"weight": self.weight, **{name: getattr(self, name) for name in self._names}}
 
     def extra_repr(self) -> str:

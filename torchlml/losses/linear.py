@@ -49,7 +49,7 @@ def linear_lml_loss(
     memory_limit: int = MEMORY_LIMIT,
     group: Any = None,
 ) -> Tensor:
-    """Compute `lml_loss` of the outputs of a linear layer in chunks of rows, for very large label spaces.
+    """Compute `lml_loss` on the outputs of a linear layer in chunks of rows, for very large label spaces.
 
         >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000)
         >>> target = torch.randint(1000, (32,))
@@ -57,24 +57,25 @@ def linear_lml_loss(
         >>> loss.backward()
 
     Args:
-        input: (..., d), the input of the linear layer.
-        linear_weight: (n, d), its weight, one row per label.
+        input: the input of the linear layer, of shape (..., d).
+        linear_weight: the weight of the linear layer, of shape (n, d), with one row per label.
         target, k, weight, ignore_index, reduction, label_reduction, bound: as for `lml_loss`.
-        linear_bias: (n,), its bias.
+        linear_bias: the bias of the linear layer, of shape (n,).
         memory_limit: the number of bytes that the logits and their gradient may occupy at once. A single
-            row may exceed it. The gradients of the input and of the weight are not counted.
-        group: the processes that the labels are sharded across, as for `lml_loss`: `linear_weight`,
-            `linear_bias` and `weight` belong to the labels of this process, and the input is the same on all
-            processes. If `linear_weight` is a DTensor, sharded over its labels, no group is needed. If the
-            input is also a DTensor, its rows may be sharded over another dimension of the mesh. The loss is
+            row may exceed it. The gradients of `input` and `linear_weight` are not counted.
+        group: the processes across which the labels are sharded, as for `lml_loss`. `linear_weight`,
+            `linear_bias` and `weight` cover only the labels of this process, and `input` is the same on all
+            processes. If `linear_weight` is a DTensor that is sharded over the labels, no group is needed. If
+            `input` is also a DTensor, its rows may be sharded over another dimension of the mesh. The loss is
             then a DTensor, reduced over all rows.
 
     Returns:
         The same as `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
 
-    For "mean" and "sum" the gradients are computed with the loss, while the logits are in memory. The logits
-    are computed again for "none", for float16 (where the loss must be scaled first) and for a second backward
-    pass over the same graph. Second derivatives, `torch.func` and forward mode compute all logits at once.
+    With the reductions "mean" and "sum", the gradients are computed together with the loss, while the logits
+    are in memory. The backward pass recomputes the logits with the reduction "none", in float16 (where the
+    loss must be scaled first), and if it runs twice on the same graph. Second derivatives, `torch.func`
+    transforms and forward-mode differentiation compute all logits at once.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     given = LinearLMLArguments(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)
@@ -94,11 +95,11 @@ class LinearLMLLoss(TopKLoss):
         torch.Size([1, 5])
 
     Args:
-        in_features: the size of an input.
+        in_features: the number of input features.
         num_classes: the number of labels; with a `group`, the number of labels on this process.
         k: the number of labels to predict.
         bias: whether the linear layer has a bias.
-        device, dtype: the device and the dtype of the linear layer.
+        device, dtype: the device and dtype of the linear layer.
         weight, ignore_index, reduction, label_reduction, bound, memory_limit, group: as for
             `linear_lml_loss`.
 
@@ -130,7 +131,7 @@ class LinearLMLLoss(TopKLoss):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `linear_lml_loss`."""
+        """Compute the loss of a batch. The arguments are those of `linear_lml_loss`."""
         layer = self.linear
         return linear_lml_loss(input, layer.weight, target, self.k, linear_bias=layer.bias, **self.settings)
 
@@ -149,7 +150,7 @@ def linear_truncated_entropy_loss(
     label_reduction: LabelReduction = "sum",
     memory_limit: int = MEMORY_LIMIT,
 ) -> Tensor:
-    """Compute `truncated_entropy_loss` of the outputs of a linear layer in chunks of rows.
+    """Compute `truncated_entropy_loss` on the outputs of a linear layer in chunks of rows.
 
         >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000, bias=False)
         >>> target = torch.randint(1000, (32,))
@@ -169,7 +170,8 @@ def linear_truncated_entropy_loss(
     check_linear(input, linear_weight, linear_bias, memory_limit)
     if is_sharded(input) or is_sharded(linear_weight):
         raise TypeError(
-            "`input` and `linear_weight` must be plain tensors for this loss, but one of them is a DTensor."
+            "`input` and `linear_weight` must be plain tensors for linear_truncated_entropy_loss, but one of "
+            "them is a DTensor."
         )
     n = linear_weight.shape[0]
     k = check_integer_k(k, n)
@@ -191,7 +193,7 @@ class LinearTruncatedEntropyLoss(TopKLoss):
         >>> loss = torchlml.LinearTruncatedEntropyLoss(16, 1000, k=5)
         >>> loss(torch.randn(32, 16), torch.randint(1000, (32,))).backward()
 
-    The arguments are those of `LinearLMLLoss`, without `bound` and `group`.
+    The arguments are those of `LinearLMLLoss`, except that `bound` and `group` are not supported.
     """
 
     def __init__(
@@ -215,6 +217,6 @@ class LinearTruncatedEntropyLoss(TopKLoss):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `linear_truncated_entropy_loss`."""
+        """Compute the loss of a batch. The arguments are those of `linear_truncated_entropy_loss`."""
         weight, bias = self.linear.weight, self.linear.bias
         return linear_truncated_entropy_loss(input, weight, target, self.k, linear_bias=bias, **self.settings)

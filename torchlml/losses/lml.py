@@ -1,4 +1,4 @@
-"""The LML loss: maximum likelihood of the observed labels under a projection that chooses exactly k."""
+"""The LML loss: maximum likelihood of the observed labels under a projection that chooses k labels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lml_loss(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """Compute the LML loss: the sum of -log y over the observed labels, where y = lml(logits, k).
+    """Compute the LML loss: the sum of -log(y) over the observed labels, where y = lml(logits, k).
 
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> torchlml.lml_loss(logits, torch.tensor([1]), k=2)  # -log of lml(logits, 2)[0, 1]
@@ -36,35 +36,40 @@ def lml_loss(
         tensor(0.6755)
 
     Args:
-        logits: (..., n), or flat values with `offsets`, or a nested tensor of the layout `torch.jagged`.
-        target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
-            float multi-hot tensor of the logits' shape, where floats are label weights. With `offsets`: a
-            flat multi-hot tensor, or positions into the values. For ragged nested logits: a nested multi-hot
-            tensor, or label indices within each row, as (B,), padded (B, L) or nested lists. Integers with
-            the shape of the logits raise an error, because they could be multi-hot or a list: pass
-            `target.bool()`, or a list that is one column wider.
-        k: the number of labels to predict, as in `torchlml.lml`: one number or one per row; differentiable.
-            In a row that has a label, k = 0 raises a ValueError on the CPU. On other devices, where the check
-            would synchronize, the loss is infinite.
-        weight: one weight per class, which multiplies the loss of its labels.
+        logits: a tensor of shape (..., n), a 1-d tensor of values with `offsets`, or a nested tensor with the
+            layout `torch.jagged`.
+        target: class indices of shape (...), lists of class indices of shape (..., L) padded with
+            `ignore_index`, or a bool or float multi-hot tensor with the shape of the logits, in which floats
+            are label weights. With `offsets`, a 1-d multi-hot tensor, or indices into the values. For ragged
+            nested logits, a nested multi-hot tensor, or label indices within each row: one per row of shape
+            (B,), padded lists of shape (B, L), or a nested tensor. An integer target with the shape of the
+            logits raises an error, because it could be multi-hot or a list. Pass `target.bool()`, or add a
+            column of `ignore_index` to the list.
+        k: the number of labels to predict, as for `torchlml.lml`: one number, or one number per row. The loss
+            is differentiable with respect to it. If k = 0 in a row that has a label, a ValueError is raised
+            on the CPU. On other devices, this check would synchronize the device, so the loss is infinite
+            instead.
+        weight: one weight per class, which multiplies the loss of each label of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
-        label_reduction: the loss of a row is the "sum" over its labels, or their "mean", so that rows with
-            many labels do not outweigh the others. Weights do not change the divisor of the mean.
-        mask: bool, broadcasts to the logits; False entries cannot be chosen and must not be labels.
-        offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
-        bound: whether "exactly", "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
-        group: the processes that the labels are sharded across, as in `torchlml.lml`. Class indices refer to
-            the labels of all processes; `weight`, `mask` and multi-hot targets belong to the labels of this
-            process. Every process gets the same loss, and the gradient of its own logits.
+        label_reduction: the reduction over the labels of a row, "sum" or "mean". With "mean", rows with many
+            labels do not outweigh the others. Weights do not change the divisor of the mean.
+        mask: a bool tensor that broadcasts to the shape of the logits. Entries that are False cannot be
+            chosen and must not be labels.
+        offsets: int64 row boundaries of a ragged batch, as for `torchlml.lml`.
+        bound: whether "exactly", "at_most" or "at_least" k labels are predicted, as for `torchlml.lml`.
+        group: the processes across which the labels are sharded, as for `torchlml.lml`. Class indices refer
+            to the labels of all processes. `weight`, `mask` and multi-hot targets cover only the labels of
+            this process. Every process gets the same loss, and the gradient with respect to its own logits.
 
     Returns:
-        The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
+        The loss in the dtype of the logits (float32 under autocast): a scalar, or one number per row with the
+        reduction "none".
 
-    For observed labels Y the loss of a row is `-sum_{j in Y} log y_j`, `y = lml(logits, k)`. Unlike
-    `F.cross_entropy`, the mean with a `weight` divides by the number of rows and not by the sum of weights.
-    The gradient, `A w_i / sum w - (1 - y_i) [i in Y]` with w = y (1 - y) and A = sum_{j in Y} (1 - y_j),
-    does not vanish, no matter how low the logit of a label is.
+    For observed labels Y, the loss of a row is `-sum_{j in Y} log(y_j)`, where `y = lml(logits, k)`. With a
+    `weight`, the mean divides by the number of rows that have a label, whereas `F.cross_entropy` divides by
+    the sum of the weights. The gradient is `A * w_i / sum(w) - (1 - y_i) * [i in Y]`, where w = y * (1 - y)
+    and A = sum_{j in Y} (1 - y_j). It does not vanish, no matter how low the logit of a label is.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     if is_sharded(logits, group):
@@ -103,5 +108,5 @@ class LMLLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `lml_loss`."""
+        """Compute the loss of a batch. The arguments are those of `lml_loss`."""
         return lml_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)

@@ -1,4 +1,4 @@
-"""The subset loss: maximum likelihood of the observed labels under a distribution over sets of exactly k."""
+"""The subset loss: maximum likelihood of the observed labels under a distribution over sets of k labels."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ def subset_loss(
 
     Args:
         logits, target, ignore_index, reduction, mask, offsets: as for `lml_loss`.
-        k: the size of the sets, an integer or one per row. A row must not have more than k labels.
+        k: the size of the sets, as an integer, or a tensor with one integer per row. A row must not have more
+            than k labels.
         weight: one weight per class. The loss of a row is multiplied by the mean weight of its labels. The
             weights in a float target have the same meaning.
         label_reduction: "sum" for the negative log probability, "mean" to divide it by the number of labels.
 
     Returns:
-        The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
+        The loss in the dtype of the logits (float32 under autocast): a scalar, or one number per row with the
+        reduction "none".
 
-    For observed labels Y the loss of a row is `-log P(Y ⊆ S)`, where S is drawn from
+    For observed labels Y, the loss of a row is `-log P(Y ⊆ S)`, where S is drawn from
     `torchlml.distributions.KSubset(k, logits)`. `lml_loss` is the same objective under the assumption that
-    labels are chosen independently. The gradient is the difference of two vectors of inclusion probabilities:
-    those of KSubset minus those given that S contains Y. Computations are in float64. In a row with fewer
-    than k available entries, all of them are chosen.
+    labels are chosen independently. The gradient is the vector of inclusion probabilities of KSubset minus
+    the vector of inclusion probabilities given that S contains Y. The loss is computed in float64. In a row
+    with fewer than k available entries, all of them are chosen.
     """
     check_reduction(reduction, label_reduction)
     c = canonical(logits, k, -1, mask, offsets, name="logits", nested=True)
@@ -84,12 +86,15 @@ class SubsetLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `subset_loss`."""
+        """Compute the loss of a batch. The arguments are those of `subset_loss`."""
         return subset_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 
 def _dense_rows(c: Canonical, labels: Labels) -> tuple[Tensor, Tensor]:
-    """Return logits and observed labels as (R, n). Padding is -inf, and rows without labels are 0."""
+    """Return logits and observed labels of shape (R, n).
+
+    The logits are -inf at padding and masked entries, and 0 in rows without labels.
+    """
     x, observed, mask = c.x, labels.multi_hot(c.x), c.mask
     if c.offsets is not None:
         lengths = c.offsets.diff()

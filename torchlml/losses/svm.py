@@ -1,4 +1,4 @@
-"""The top-k SVM loss, and its smooth version by Berrada, Zisserman and Kumar (2018), without overflow."""
+"""The top-k SVM loss and its smooth version (Berrada, Zisserman and Kumar, 2018), without overflow."""
 
 from __future__ import annotations
 
@@ -31,32 +31,35 @@ def topk_svm_loss(
     reduction: Reduction = "mean",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute the top-k hinge loss: 0 once the label is `alpha * k` above its k-th strongest competitor.
+    """Compute the top-k hinge loss, a margin loss between the label and the k-th largest other logit.
 
         >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
         >>> torchlml.topk_svm_loss(logits, torch.tensor([2]), k=2)  # 1 + (2 - 1) / 2
         tensor(1.5000)
 
     Args:
-        logits: (..., n).
-        target: one class index per row, int64 or uint8 of shape (...).
+        logits: a tensor of shape (..., n).
+        target: one class index per row, as an int64 or uint8 tensor of shape (...).
         k: the number of allowed guesses, from 1 to n - 1.
         alpha: the margin.
         weight: one weight per class, which multiplies the loss of the rows with that label.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
-        mask: bool, broadcasts to the logits; False entries are ignored.
+        mask: a bool tensor that broadcasts to the shape of the logits. Entries that are False are ignored.
 
     Returns:
-        The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
+        The loss in the dtype of the logits (float32 under autocast): a scalar, or one number per row with the
+        reduction "none".
 
-    The definition is `max(0, mean of the k largest of s_j + alpha over j != y, minus (the sum of the k - 1
-    largest s_j, j != y, plus s_y) / k)`. The k - 1 largest cancel, which leaves
+    For logits s and label y, the loss is defined as max(0, alpha + A - B). A is the mean of the k largest s_j
+    with j != y, and B is the mean of s_y and the k - 1 largest s_j with j != y. The k - 1 largest s_j cancel,
+    which leaves
 
-        max(0, alpha + (s_(k) - s_y) / k),   where s_(k) is the k-th largest s_j, j != y.
+        max(0, alpha + (s_(k) - s_y) / k),   where s_(k) is the k-th largest s_j with j != y.
 
-    This is the limit of `smooth_topk_svm_loss` as tau goes to 0. At most two classes of a row have a nonzero
-    gradient, whereas in the smooth loss every class has one.
+    The loss is 0 if s_y exceeds s_(k) by at least alpha * k. It is the limit of `smooth_topk_svm_loss` as tau
+    goes to 0. At most two classes in a row have a nonzero gradient, whereas with the smooth loss every class
+    has one.
     """
     check_reduction(reduction)
     check_number(alpha, "alpha", "a nonnegative number", 0)
@@ -90,7 +93,7 @@ class TopKSVMLoss(TopKLoss):
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `topk_svm_loss`."""
+        """Compute the loss of a batch. The arguments are those of `topk_svm_loss`."""
         return topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
@@ -106,7 +109,7 @@ def smooth_topk_svm_loss(
     reduction: Reduction = "mean",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute the top-k hinge loss, smoothed by a temperature.
+    """Compute the top-k hinge loss, smoothed with a temperature.
 
         >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
         >>> torchlml.smooth_topk_svm_loss(logits, torch.tensor([2]), k=2, tau=1.0)
@@ -117,19 +120,23 @@ def smooth_topk_svm_loss(
 
     The other arguments and the result are those of `topk_svm_loss`.
 
-    The definition is `tau log sum_A exp((alpha [y not in A] + sum_{j in A} s_j / k) / tau) - tau log
-    sum_{A with y} exp(sum_{j in A} s_j / (k tau))` over the sets A of k classes. Let E_i be the i-th
-    elementary symmetric polynomial of exp(s_j / (k tau)) over the classes j != y; the loss is then
+    For logits s and label y, the definition is
 
-        tau softplus((alpha - s_y / k) / tau + log(E_k / E_{k-1})),
+        tau * log(sum_A exp((alpha * [y not in A] + sum_{j in A} s_j / k) / tau))
+        - tau * log(sum_{A with y} exp(sum_{j in A} s_j / (k * tau))),
 
-    so only the ratio is needed. For any nu, let S be the number of successes of independent Bernoulli
-    variables with probabilities sigmoid(s_j / (k tau) + nu). Then
+    where sum_A is over all sets A of k classes, and sum_{A with y} is over those that contain y. Let E_i be
+    the i-th elementary symmetric polynomial of exp(s_j / (k * tau)) over the classes j != y. The loss is then
+
+        tau * softplus((alpha - s_y / k) / tau + log(E_k / E_{k-1})),
+
+    so only the ratio E_k / E_{k-1} is needed. For any nu, let S be the number of successes among independent
+    Bernoulli variables with probabilities sigmoid(s_j / (k * tau) + nu). Then
 
         log(E_k / E_{k-1}) = log(P[S = k] / P[S = k-1]) - nu.
 
-    Choosing nu such that the mean of S is k - 1/2 (nu is `lml_dual`) puts both probabilities at the peak of
-    the distribution, so nothing overflows or cancels at any temperature.
+    With the nu from `lml_dual` for which the mean of S is k - 1/2, both probabilities are at the peak of the
+    distribution, so there is no overflow or cancellation at any temperature.
     """
     check_reduction(reduction)
     _check_settings(tau, alpha)
@@ -165,7 +172,7 @@ class SmoothTopKSVMLoss(TopKLoss):
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, tau=tau, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `smooth_topk_svm_loss`."""
+        """Compute the loss of a batch. The arguments are those of `smooth_topk_svm_loss`."""
         return smooth_topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
@@ -180,8 +187,8 @@ def _read(
 ) -> tuple[Canonical, Labels, Tensor, Tensor]:
     """Return the rows, the labels, the logits of the labels (R, 1), and the logits of all other classes.
 
-    The last tensor is (R, n), with -inf for the label and for masked classes. `name` is the name of the loss,
-    for error messages.
+    The last tensor has shape (R, n), with -inf for the label and for masked classes. `name` is the name of
+    the loss, for error messages.
     """
     c = canonical(logits, k, -1, mask, None, any_k=True, name="logits", nested=True)
     labels, place = read_single_label(c, target, weight, ignore_index, name)
@@ -201,9 +208,9 @@ def _reduce(loss: Tensor, labels: Labels, reduction: Reduction, c: Canonical) ->
 
 
 def log_ratio(x: Tensor, k: int) -> Tensor:
-    """Compute log(E_k / E_{k-1}) of exp(x) for each row of (R, n); entries of -inf are absent.
+    """Compute log(E_k / E_{k-1}) for each row of x (R, n), with E_k as in `smooth_topk_svm_loss` for exp(x).
 
-    The result is -inf if fewer than k entries are present and +inf if k entries are infinite.
+    The result is -inf if fewer than k entries exceed -inf, and +inf if at least k entries are +inf.
     """
     n = x.shape[-1]
     if x.shape[0] == 0:
@@ -255,7 +262,8 @@ def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
         if count % 2:
             one = torch.eye(1, width, dtype=chances.dtype, device=chances.device)
             chances = torch.cat((chances, one.expand(chances.shape[0], 1, width)), dim=1)
-        # A power of two at least as long as the product, so that the circular convolution does not wrap.
+        # A power of two, at least the length of the product, so that the circular convolution does not wrap
+        # around.
         length = 1 << (2 * width - 2).bit_length()
         first, second = torch.fft.rfft(chances, length).unflatten(1, (2, -1)).unbind(1)
         chances = torch.fft.irfft(first * second, length)[..., : min(2 * width - 1, k + 1)]

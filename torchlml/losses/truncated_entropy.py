@@ -34,11 +34,12 @@ def truncated_entropy_loss(
     Args:
         k: the number of allowed guesses, from 1 to n.
 
-    The other arguments and the result are those of `lml_loss`, without `bound` and `group`.
+    The other arguments and the result are those of `lml_loss`, except that `bound` and `group` are not
+    supported.
 
-    For observed labels Y the loss of a row is `sum_{i in Y} log(1 + sum_{j in J} exp(f_j - f_i))`, where J
-    contains the n - k smallest logits outside Y, or all logits outside Y if there are fewer. The loss of a
-    row with at most k entries is 0.
+    For logits f and observed labels Y, the loss of a row is
+    `sum_{i in Y} log(1 + sum_{j in J} exp(f_j - f_i))`. J contains the classes of the n - k smallest logits
+    outside Y, or all classes outside Y if there are fewer. The loss of a row with at most k entries is 0.
     """
     check_reduction(reduction, label_reduction)
     k = check_integer_k(k)
@@ -71,7 +72,7 @@ class TruncatedEntropyLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch; the arguments are those of `truncated_entropy_loss`."""
+        """Compute the loss of a batch. The arguments are those of `truncated_entropy_loss`."""
         return truncated_entropy_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 
@@ -91,7 +92,7 @@ def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
         competitors = x.masked_fill(absent, -torch.inf)
     undefined = None
     if k > 1:
-        # Every row with a nonzero loss has a label, so it drops at most k - 1 competitors, and topk suffices.
+        # Every row with a nonzero loss has a label, so at most k - 1 competitors are dropped.
         top = competitors.detach().scatter(-1, out, -torch.inf).topk(k - 1, dim=-1)
         dropped = torch.arange(k - 1, device=x.device) < k - is_label.sum(-1, keepdim=True)
         out = torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1)

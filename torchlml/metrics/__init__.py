@@ -1,14 +1,14 @@
-"""Recall, precision and nDCG with their usual definitions.
+"""Recall, precision and nDCG with their standard definitions.
 
 Every metric exists as a subclass of `torchmetrics.Metric`, which accumulates batches and synchronizes
-processes, and as a function of one batch.
+processes, and as a function that evaluates one batch.
 """
 
 try:
     import torchmetrics  # noqa: F401
 except ImportError:
     raise ImportError(
-        "`torchlml.metrics` needs torchmetrics: install it with `pip install torchlml[metrics]`."
+        "`torchlml.metrics` requires torchmetrics. Install it with `pip install torchlml[metrics]`."
     ) from None
 
 from torchlml.metrics.propensity import (

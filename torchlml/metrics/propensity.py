@@ -18,22 +18,22 @@ _SMALLEST = 1e-9
 
 
 def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.5) -> Tensor:
-    """Estimate the probability that a true label is observed, from its frequency in training data.
+    """Estimate the probability that a true label is observed, from its frequency in the training data.
 
         >>> label_propensities(torch.tensor([0, 10, 1000]), rows=10_000)
         tensor([0.0842, 0.2199, 0.7669], dtype=torch.float64)
 
     Args:
-        counts: (n,), the number of training samples in which each label was observed.
+        counts: the number of training samples in which each label was observed, of shape (n,).
         rows: the number of training samples, at least 3.
         a, b: the parameters A and B of the model. The published values are 0.5 and 0.4 for WikiLSHTC-325K and
             Wikipedia-500K, 0.6 and 2.6 for Amazon-670K and Amazon-3M, and the defaults for all other data
             sets.
 
     Returns:
-        (n,) in float64: p = 1 / (1 + C (count + B)^-A) with C = (log(rows) - 1) (B + 1)^A, the model of Jain,
-        Prabhu and Varma, "Extreme Multi-label Loss Functions for Recommendation, Tagging, Ranking & Other
-        Missing Label Applications" (KDD 2016).
+        The propensities p = 1 / (1 + C * (count + B)^-A) with C = (log(rows) - 1) * (B + 1)^A, as a float64
+        tensor of shape (n,). This is the model of Jain, Prabhu and Varma, "Extreme Multi-label Loss Functions
+        for Recommendation, Tagging, Ranking & Other Missing Label Applications" (KDD 2016).
     """
     check_tensor(counts, "counts")
     if (
@@ -43,10 +43,10 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
         or not bool((counts >= 0).all())
     ):
         raise ValueError(
-            "`counts` must be a tensor of shape (n,) with nonnegative numbers, but it is "
-            f"{counts.dtype} of shape {tuple(counts.shape)}, or it contains a negative number or a NaN."
+            "`counts` must be a tensor of shape (n,) with nonnegative numbers, but it has dtype "
+            f"{counts.dtype} and shape {tuple(counts.shape)}, or it contains a negative number or NaN."
         )
-    check_number(rows, "rows", "a number of at least 3", 3)
+    check_number(rows, "rows", "a number that is at least 3", 3)
     check_number(a, "a", "a nonnegative number", 0)
     check_number(b, "b", "a nonnegative number", 0)
     if b == 0 and bool((counts == 0).any()):
@@ -65,11 +65,11 @@ class PropensityScoredPrecision(TopKMetric):
         {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
 
     Args:
-        propensities: (n,), the probability that each label is observed if it is true, above 0 and at most 1.
-            Use `label_propensities` or your own estimate. They are stored in float64, regardless of the dtype
-            of the model.
+        propensities: the probability that each label is observed if it is true, greater than 0 and at most 1,
+            of shape (n,). Use `label_propensities` or your own estimate. The propensities are stored in
+            float64, regardless of the dtype of the model.
         k, ignore_index, **settings: as for `TopKRecall`.
-        group: as for `TopKRecall`; `propensities` then covers only the labels of this process.
+        group: as for `TopKRecall`. `propensities` then covers only the labels of this process.
 
     For observed labels Y, a predicted set P of k entries and propensities p, the gain of a row is the sum of
     1 / p over the intersection of Y and P. The metric is the sum of the gains of all rows divided by the sum
@@ -96,8 +96,8 @@ class PropensityScoredPrecision(TopKMetric):
         check_tensor(propensities, "propensities")
         if not propensities.is_floating_point() or propensities.dim() != 1:
             raise ValueError(
-                "`propensities` must be a floating-point tensor of shape (n,), one for each class, but it is "
-                f"{propensities.dtype} of shape {tuple(propensities.shape)}."
+                "`propensities` must be a floating-point tensor of shape (n,), with one number per class, "
+                f"but it has dtype {propensities.dtype} and shape {tuple(propensities.shape)}."
             )
         if not bool(((propensities >= _SMALLEST) & (propensities <= 1)).all()):
             raise ValueError(
@@ -115,9 +115,9 @@ class PropensityScoredPrecision(TopKMetric):
         offsets: Tensor | None = None,
         classes: Tensor | None = None,
     ) -> None:
-        """Add a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`.
+        """Add a batch of scores of shape (..., n). The other arguments are those of `torchlml.lml_loss`.
 
-        With `offsets`, `classes` (int64) contains the class of each of the flat values.
+        With `offsets`, `classes` is an int64 tensor with the class index of each score.
         """
         batch = self._rank(preds, target, mask, offsets, lambda c: self._check(c, classes))
         worth = 1 / self.propensities.to(batch.labels.device)
@@ -133,19 +133,23 @@ class PropensityScoredPrecision(TopKMetric):
                 )
             if c.x.shape[-1] != n:
                 raise ValueError(
-                    f"`preds` must have {n} columns, as many as `propensities`, but it has {c.x.shape[-1]}."
+                    f"`preds` must have {n} columns, one for each entry of `propensities`, but it has "
+                    f"{c.x.shape[-1]}."
                 )
             return
         if classes is None:
-            raise ValueError("`classes`, the class of each of the flat values, is required with `offsets`.")
+            raise ValueError("`classes`, the class index of each score, is required with `offsets`.")
         check_tensor(classes, "classes", c.x, "`preds`")
         if classes.dtype != torch.int64 or classes.shape != c.x.shape:
             raise ValueError(
-                f"`classes` must be int64 with the shape of `preds`, {tuple(c.x.shape)}, but it is "
-                f"{classes.dtype} of shape {tuple(classes.shape)}."
+                f"`classes` must be an int64 tensor with the shape of `preds`, {tuple(c.x.shape)}, but it "
+                f"has dtype {classes.dtype} and shape {tuple(classes.shape)}."
             )
         if classes.numel() and not 0 <= int(classes.min()) <= int(classes.max()) < n:
-            raise ValueError(f"`classes` must be from 0 to {n - 1}, but it contains a value out of range.")
+            raise ValueError(
+                f"`classes` must contain class indices from 0 to {n - 1}, but they range from "
+                f"{int(classes.min())} to {int(classes.max())}."
+            )
 
 
 def propensity_scored_precision(
@@ -160,7 +164,7 @@ def propensity_scored_precision(
     classes: Tensor | None = None,
     group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Compute `PropensityScoredPrecision` of one batch.
+    """Compute `PropensityScoredPrecision` for one batch.
 
         >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
         >>> propensities = torch.tensor([1.0, 0.5, 0.25])
@@ -168,8 +172,8 @@ def propensity_scored_precision(
         {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
 
     Args:
-        propensities: (n,), one for each class; see `PropensityScoredPrecision`.
-        classes: with `offsets`, int64: the class of each of the flat values.
+        propensities: the propensity of each class, of shape (n,), as for `PropensityScoredPrecision`.
+        classes: the class index of each score, an int64 tensor. It is required with `offsets`.
         preds, target, k, ignore_index, mask, offsets, group: as for `topk_recall`.
     """
     metric = PropensityScoredPrecision(propensities, k, ignore_index, group, sync_on_compute=False)

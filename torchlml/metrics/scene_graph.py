@@ -26,7 +26,7 @@ class SceneGraphRecall(CountingMetric):
         ...     "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]),  # (B, 4) x1, y1, x2, y2
         ...     "labels": torch.tensor([3, 7]),  # (B,) object classes
         ...     "pairs": torch.tensor([[0, 1], [1, 0]]),  # (P, 2) subject box, object box
-        ...     "scores": torch.tensor([[0.9, 0.1], [0.2, 0.3]]),  # (P, C) one per predicate
+        ...     "scores": torch.tensor([[0.9, 0.1], [0.2, 0.3]]),  # (P, C) one score per predicate
         ... }
         >>> true = {
         ...     "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 41]]),  # (G, 4)
@@ -38,7 +38,8 @@ class SceneGraphRecall(CountingMetric):
         {'R@20': tensor(1.), 'R@50': tensor(1.)}
 
     Args:
-        k: one integer or several. For a single integer, `compute` returns a scalar, otherwise a dict.
+        k: an integer or a sequence of integers. `compute` returns a scalar for an integer, and a dict for a
+            sequence.
         constrained: if True, every pair keeps only its best predicate (the graph constraint, R@K). If False,
             all predicates of all pairs compete (ng-R@K).
         mean: if False, average over images. If True, average over images for each predicate, then over
@@ -48,7 +49,7 @@ class SceneGraphRecall(CountingMetric):
     A predicted triple matches a true one if the predicate and both object classes are equal and both boxes
     overlap with an IoU of at least 0.5. The recall of an image is the fraction of its relations that match
     one of the K highest-scored triples. One triple may match several relations. Images without relations are
-    ignored. Ties go to the earlier pair, then to the lower predicate index.
+    ignored. Ties are broken in favor of the earlier pair, then of the lower predicate index.
 
     `scores` has one column for each real predicate and none for "no relation". The scores rank the triples of
     an image. If the object classes are also predicted, first multiply each score by the scores of both object
@@ -56,11 +57,11 @@ class SceneGraphRecall(CountingMetric):
 
     Papers often report different metrics in the same table:
 
-    - ng-R@K ("no graph constraint") is usually much higher than R@K of the same scores.
-    - mR@K gives rare predicates the same weight as frequent ones and is usually much lower. It averages over
-      the images that contain a predicate, and then over the predicates that occurred.
-    - Zero-shot recall (zR@K) counts only triples of classes that never occurred in training. To compute it,
-      remove the other triples from `relations`.
+    - ng-R@K ("no graph constraint") is usually much higher than R@K for the same scores.
+    - mR@K gives rare predicates the same weight as frequent ones and is usually much lower than R@K. It
+      averages over the images that contain a predicate, and then over the predicates that occur.
+    - Zero-shot recall (zR@K) counts only triples of classes that never occur in the training data. To compute
+      it, remove the other triples from `relations`.
     - A micro average divides the number of matched relations in all images by the number of relations in all
       images, which gives more weight to images with many relations.
     - Code that adds a pixel to the widths and heights of boxes gets slightly higher overlaps.
@@ -86,7 +87,7 @@ class SceneGraphRecall(CountingMetric):
         self.add_state("images", columns[0].clone(), dist_reduce_fx="sum")
 
     def update(self, preds: Images, target: Images) -> None:
-        """Add a batch of images, one mapping of tensors per image, as in the example above."""
+        """Add a batch of images, with one mapping of tensors per image, as in the example for this class."""
         for name, images in (("preds", preds), ("target", target)):
             if not isinstance(images, Sequence):
                 raise TypeError(
@@ -139,7 +140,10 @@ class SceneGraphRecall(CountingMetric):
         super()._sync_dist(dist_sync_fn, process_group)
 
     def compute(self) -> Any:
-        """Return the recall for each k (NaN if there are no relations); the keys name the kind of recall."""
+        """Return the recall for each k, or NaN if there are no relations.
+
+        The keys of a dict name the type of recall, such as `R@20` or `ng-mR@20`.
+        """
         recall = average(self.recalled, self.images)[:, self.images > 0].mean(-1)
         return self.by_k(recall, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))
 
@@ -151,7 +155,7 @@ def scene_graph_recall(
     constrained: bool = True,
     mean: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """Compute `SceneGraphRecall` of one batch of images.
+    """Compute `SceneGraphRecall` for one batch of images.
 
         >>> boxes, labels = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]), torch.tensor([3, 7])
         >>> scores = torch.tensor([[0.9, 0.1], [0.2, 0.3]])
@@ -168,7 +172,10 @@ def scene_graph_recall(
 def relation_ranks(
     predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], most: int, constrained: bool
 ) -> Tensor:
-    """Return the rank (from 0) of the first triple that matches each true relation; `most` if none does."""
+    """Return the rank (from 0) of the first triple that matches each true relation.
+
+    The rank is `most` if no triple matches.
+    """
     scores = predicted["scores"].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if constrained:
         scores, predicate = scores.max(-1)
@@ -193,9 +200,9 @@ def relation_ranks(
 
 
 def _first(scores: Tensor, most: int) -> Tensor:
-    """Return the indices of the `most` highest scores in descending order; ties go to the earlier index."""
+    """Return the indices of the `most` highest scores in descending order, with ties in index order."""
     if most < len(scores):
-        # Usually few scores pass this threshold, so sorting them is fast; topk alone orders ties arbitrarily.
+        # Usually few scores pass this threshold, so sorting them is fast. topk would order ties arbitrarily.
         kept = (scores >= scores.topk(most).values[-1]).nonzero().squeeze(-1)
         return kept[scores[kept].argsort(descending=True, stable=True)[:most]]
     return scores.argsort(descending=True, stable=True)
@@ -249,7 +256,7 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
     _check_indices(relations[:, 2], scores.shape[1], f"`target[{image}]['relations']`", "predicates")
     subject, object_ = pairs.long().unbind(1)
     if len((subject * len(predicted["boxes"]) + object_).unique()) < len(pairs):
-        raise ValueError(f"`preds[{image}]['pairs']` must not repeat a pair, but it contains one twice.")
+        raise ValueError(f"`preds[{image}]['pairs']` must not repeat a pair, but it contains a pair twice.")
 
 
 def _check_indices(indices: Tensor, number: int, where: str, what: str) -> None:
@@ -257,5 +264,6 @@ def _check_indices(indices: Tensor, number: int, where: str, what: str) -> None:
         raise TypeError(f"{where} must contain integer indices, but its dtype is {indices.dtype}.")
     if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= number):
         raise ValueError(
-            f"{where} must contain indices of {what} from 0 to {number - 1}, but one is out of range."
+            f"{where} must contain indices of {what} from 0 to {number - 1}, but its indices range from "
+            f"{int(indices.min())} to {int(indices.max())}."
         )

@@ -1,6 +1,6 @@
 """Recall, precision and nDCG of the k highest scores of each row, and the ranking code that they share.
 
-Sums are kept as integers. A metric is cast together with its model: `model.to(torch.bfloat16)`, which is
+Sums are stored as integers. A metric is cast together with its model: `model.to(torch.bfloat16)`, which is
 Lightning's "bf16-true", casts every floating-point state, and a sum in bfloat16 stops growing at 256. Integer
 states are not cast, and integer sums do not depend on the order of batches and processes.
 """
@@ -24,7 +24,7 @@ _UNIT = 2**30
 
 
 class CountingMetric(Metric):
-    """A metric for one or several k whose states remain integers, regardless of the requested dtype."""
+    """A metric for one or several values of k. Its states are integers regardless of the requested dtype."""
 
     is_differentiable = False
     higher_is_better = True
@@ -35,7 +35,9 @@ class CountingMetric(Metric):
         self.k = k
         self._ks = tuple(k) if isinstance(k, Sequence) else (k,)
         if not self._ks:
-            raise ValueError("`k` must be a positive integer or a sequence of them, but it is empty.")
+            raise ValueError(
+                "`k` must be a positive integer or a nonempty sequence of positive integers, but it is empty."
+            )
         self._ks = tuple(check_integer_k(each) for each in self._ks)
 
     def by_k(self, values: Tensor, name: str) -> Tensor | dict[str, Tensor]:
@@ -62,7 +64,7 @@ def in_units(parts: Tensor) -> Tensor:
 
 
 def average(total: Tensor, count: Tensor) -> Tensor:
-    """Return total / count, where `total` is in units of 2^-30, in double precision; NaN if `count` is 0."""
+    """Return total / count in double precision, or NaN if `count` is 0. `total` is in units of 2^-30."""
     return total.to(wide_dtype(total.device)) / _UNIT / count
 
 
@@ -70,14 +72,15 @@ def add_up(numbers: Tensor) -> Tensor:
     """Sum nonnegative numbers (R, K) over the rows.
 
     Returns:
-        int64 (K, 2): the sum of the integer parts, and the sum of the fractional parts in units of 2^-30.
+        An int64 tensor of shape (K, 2): the sums of the integer parts, and the sums of the fractional parts
+        in units of 2^-30.
     """
     wholes = numbers.floor()
     return torch.stack([wholes.long().sum(0), in_units(numbers - wholes).sum(0)], dim=-1)
 
 
 def ratio(found: Tensor, possible: Tensor) -> Tensor:
-    """Divide sums from `add_up` in double precision; 0 / 0 is NaN."""
+    """Divide sums from `add_up` in double precision. The result of 0 / 0 is NaN."""
     return _number(found) / _number(possible)
 
 
@@ -96,10 +99,10 @@ class Ranked:
         tensor([[0.0000, 0.5000, 0.5000]], dtype=torch.float64)
 
     Args:
-        function: the name of the metric; all processes of a group must call the same metric.
+        function: the name of the metric. All processes of a group must call the same metric.
         preds, target, ignore_index, mask, offsets, group: as for `torchlml.metrics.topk_recall`.
         ks: the values of k that will be evaluated.
-        check: raises an error if other arguments of the metric do not match the scores.
+        check: a function that raises an error if other arguments of the metric do not match the scores.
     """
 
     rows: Rows
@@ -130,23 +133,24 @@ class Ranked:
             self.rows = rows_of(c.x, c.offsets, differentiable=True)
         self.ks = torch.tensor(ks, device=c.x.device)
         self.count = self.rows.sum(self.labels)
-        # A row has at most as many ranks as entries, regardless of k.
+        # The number of ranks does not exceed the length of the longest row, regardless of k.
         self.places = min(max(ks), self.rows.longest)
         self._available = torch.ones_like(c.x, dtype=torch.bool) if c.mask is None else c.mask
         self._x = c.x.detach().masked_fill(~self._available | c.x.isnan(), -torch.inf)
 
     def at_places(self, worth: Tensor) -> Tensor:
-        """Return the value of the entry at each rank, averaged over all ways to break ties: (R, places).
+        """Return the value of the entry at each rank, averaged over all ways to break ties.
 
-        `worth` is the value of each entry, in the shape of the scores. Pass `labels` to count labels.
+        `worth` is the value of each entry, with the shape of the scores. Pass `labels` to count labels. The
+        result has shape (R, places).
         """
         rows = self.rows
         if self.places == 0:
             return worth.new_zeros((rows.count, 0), dtype=rows.wide)
         scores, found = rows.top(self._x, self.places, worth)
         last = scores[:, -1]
-        # Ties above the last score lie within these ranks entirely. The tie at the last score may extend past
-        # them; if that score is -inf, the tie also contains masked entries.
+        # Ties above the last score lie entirely within these ranks. The tie at the last score may extend past
+        # them. If that score is -inf, the tie also contains masked entries.
         level = self._available & (self._x == rows.broadcast(last))
         number, total = rows.sum(level), rows.sum(worth * level)
         above = (scores > last[:, None]).sum(-1, keepdim=True)
@@ -156,11 +160,11 @@ class Ranked:
         return torch.where(place < 0, _mean_of_ties(scores, found.to(rows.wide)), at_last)
 
     def sums(self, worth: Tensor) -> Tensor:
-        """Return the total value of the k highest-scored entries of each row, for every k: (R, len(ks))."""
+        """Return the total value of the k highest-scored entries of each row for every k, as (R, len(ks))."""
         return self.first(self.at_places(worth))
 
     def best(self, worth: Tensor) -> Tensor:
-        """Return the highest total value of any k entries of each row, for every k: (R, len(ks))."""
+        """Return the highest total value of any k entries of each row for every k, as (R, len(ks))."""
         return self.first(self.rows.top(worth, self.places, worth)[1])
 
     def first(self, places: Tensor) -> Tensor:
@@ -181,7 +185,7 @@ def _mean_of_ties(scores: Tensor, found: Tensor) -> Tensor:
 
 
 class TopKMetric(CountingMetric):
-    """A sum over rows divided by another sum over rows, for each k; subclasses define both.
+    """A sum over rows divided by another sum over rows, for each k. Subclasses define both sums.
 
     The arguments are those of `TopKRecall`.
     """
@@ -200,13 +204,13 @@ class TopKMetric(CountingMetric):
             self.add_state(state, torch.zeros(len(self._ks), 2, dtype=torch.int64), dist_reduce_fx="sum")
 
     def measure(self, batch: Ranked) -> tuple[Tensor, Tensor]:
-        """Return the achieved and the achievable value of each row for every k, both (R, len(ks))."""
+        """Return the achieved and the achievable value of each row for every k, both as (R, len(ks))."""
         raise NotImplementedError
 
     def update(
         self, preds: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> None:
-        """Add a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`."""
+        """Add a batch of scores of shape (..., n). The other arguments are those of `torchlml.lml_loss`."""
         self._count(*self.measure(self._rank(preds, target, mask, offsets)))
 
     def _rank(
@@ -225,7 +229,7 @@ class TopKMetric(CountingMetric):
         self.possible = self.possible + add_up(possible)
 
     def compute(self) -> Any:
-        """Return the result for each k; NaN if no row has been counted yet."""
+        """Return the result for each k, or NaN if no row has been counted yet."""
         return self.by_k(ratio(self.found, self.possible), self.name)
 
 
@@ -239,26 +243,27 @@ class TopKRecall(TopKMetric):
         {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000)}
 
     Args:
-        k: one integer or several. For a single integer, `compute` returns a scalar, otherwise a dict with the
-            keys `recall@k`.
+        k: an integer or a sequence of integers. `compute` returns a scalar for an integer, and a dict with
+            the keys `recall@k` for a sequence.
         ignore_index: the class index that means "no label".
-        group: the processes that the scores of each row are sharded across, as in `torchlml.lml_loss`. If the
-            scores are a DTensor, no group is needed.
+        group: the processes across which the scores of each row are sharded, as for `torchlml.lml_loss`. If
+            the scores are a DTensor, no group is needed.
         **settings: arguments of `torchmetrics.Metric`.
 
     For a row with observed labels Y and a predicted set P of k entries, the recall is |Y ∩ P| / |Y|. The
-    paper prints the mean over Y of [y_j not in P], which is one minus the recall: the condition is inverted.
+    formula in the LML paper is the mean over Y of [y_j not in P], which is 1 minus the recall, because its
+    condition is inverted.
 
     - With one label per row, this is the top-k accuracy.
     - Every row has the same weight, regardless of its number of labels. The micro average, the hits of all
       rows divided by the labels of all rows, is a different metric.
-    - Rows without labels are ignored; if no row has a label, the result is NaN. `TopKPrecision` and
-      `TopKNDCG` count such a row as 0, and so does the recall of napkinXC.
-    - Ties: entries that tie for the last ranks count with their probability of being selected if the tie is
+    - Rows without labels are ignored. If no row has a label, the result is NaN. `TopKPrecision` and
+      `TopKNDCG` count a row without labels as 0, and so does napkinXC's recall.
+    - Entries that tie for the last ranks are weighted by their probability of being selected if the tie is
       broken at random. A model that gives all n classes the same score has recall k / n, regardless of the
       order of the classes.
-    - Weights in a float multi-hot target only mark labels as present. A masked label is never found, and NaN
-      ranks below every number.
+    - Nonzero weights in a float multi-hot target only mark labels as present. A masked label never counts as
+      found, and NaN ranks below every number.
     """
 
     name = "recall"
@@ -280,18 +285,21 @@ def topk_recall(
     offsets: Tensor | None = None,
     group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Compute `TopKRecall` of one batch.
+    """Compute `TopKRecall` for one batch.
 
         >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
         >>> topk_recall(preds, torch.tensor([1, 2]), k=(1, 2, 3))
         {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000), 'recall@3': tensor(1.)}
 
     Args:
-        preds: scores (..., n), or flat values with `offsets`, or a nested tensor, as in `torchlml.lml_loss`.
+        preds: scores of shape (..., n), a 1-d tensor of scores with `offsets`, or a nested tensor, as for
+            `torchlml.lml_loss`.
         target: the observed labels, in any format that `torchlml.lml_loss` accepts.
-        k: one integer or several. For a single integer, the result is a scalar, otherwise a dict.
-        mask: bool, broadcasts to the scores; False entries are never found.
-        offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
+        k: an integer or a sequence of integers. The result is a scalar for an integer, and a dict for a
+            sequence.
+        mask: a bool tensor that broadcasts to the shape of the scores. Entries that are False never count as
+            found.
+        offsets: int64 row boundaries of a ragged batch, as for `torchlml.lml`.
         ignore_index, group: as for `TopKRecall`.
     """
     metric = TopKRecall(k, ignore_index, group, sync_on_compute=False)
@@ -299,7 +307,7 @@ def topk_recall(
 
 
 class TopKPrecision(TopKMetric):
-    """The fraction of a row's k highest scores that are observed labels (P@k), averaged over rows.
+    """The fraction of a row's k highest-scored entries that are observed labels (P@k), averaged over rows.
 
         >>> precision = TopKPrecision(k=(1, 2))
         >>> precision.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([[1, 2]]))
@@ -311,7 +319,7 @@ class TopKPrecision(TopKMetric):
 
     For a row with observed labels Y and a predicted set P of k entries, the precision is |Y ∩ P| / k.
 
-    - Every row counts; a row without labels counts as 0, as in napkinXC and in the extreme classification
+    - Every row counts. A row without labels counts as 0, as in napkinXC and in the extreme classification
       repository. (`TopKRecall` ignores such a row, because its recall is 0 / 0.)
     - The divisor is k even if a row has fewer than k entries or labels. The highest possible precision is
       therefore below 1 if rows have fewer than k labels.
@@ -336,7 +344,7 @@ def topk_precision(
     offsets: Tensor | None = None,
     group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Compute `TopKPrecision` of one batch.
+    """Compute `TopKPrecision` for one batch.
 
         >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
         >>> topk_precision(preds, torch.tensor([[1, 2], [2, -100]]), k=(1, 3))
@@ -354,7 +362,7 @@ def topk_precision(
 
 
 class TopKNDCG(TopKMetric):
-    """The normalized discounted cumulative gain of a row's k highest scores (nDCG@k), averaged over rows.
+    """The normalized discounted cumulative gain of the k highest-scored entries (nDCG@k), averaged over rows.
 
         >>> ndcg = TopKNDCG(k=(1, 3))
         >>> ndcg.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1]))
@@ -364,14 +372,16 @@ class TopKNDCG(TopKMetric):
 
     The arguments are those of `TopKRecall`.
 
-    A label at rank r gains 1 / log2(r + 1). The gain of the first k ranks is divided by the gain of a ranking
-    with all labels first, which is the sum of 1 / log2(r + 1) over r up to min(k, number of labels).
+    A label at rank r contributes a gain of 1 / log2(r + 1). The gain of the first k ranks is divided by the
+    gain of a ranking with all labels first, which is the sum of 1 / log2(r + 1) over r from 1 to
+    min(k, number of labels).
 
-    - Every row counts; a row without labels counts as 0, as in napkinXC and in the extreme classification
+    - Every row counts. A row without labels counts as 0, as in napkinXC and in the extreme classification
       repository.
-    - Ties: entries with equal scores share the mean gain of their ranks, as if the tie were broken at random.
-    - Weights in a float multi-hot target only mark labels as present; graded relevance is not supported.
-      Masks and NaN are handled as in `TopKRecall`.
+    - Entries with equal scores share the mean gain of their ranks, which is the expected gain if the tie is
+      broken at random.
+    - Nonzero weights in a float multi-hot target only mark labels as present. Graded relevance is not
+      supported. Masks and NaN are handled as in `TopKRecall`.
     """
 
     name = "ndcg"
@@ -396,7 +406,7 @@ def topk_ndcg(
     offsets: Tensor | None = None,
     group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Compute `TopKNDCG` of one batch.
+    """Compute `TopKNDCG` for one batch.
 
         >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
         >>> topk_ndcg(preds, torch.tensor([1, 2]), k=(1, 3))
