@@ -58,6 +58,7 @@ LOSSES: dict[str, Call] = {
 SINGLE: dict[str, Call] = {
     "smooth_topk_svm_loss": torchlml.smooth_topk_svm_loss,
     "topk_svm_loss": torchlml.topk_svm_loss,
+    "subset_loss": torchlml.subset_loss,
 }
 LINEAR: dict[str, Call] = {
     "linear_lml_loss": torchlml.linear_lml_loss,
