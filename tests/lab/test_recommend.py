@@ -19,6 +19,7 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import read_interactions
 from torchlml_lab.engine import run as engine_run
+from torchlml_lab.figures.multilabel import PUBLISHED
 from torchlml_lab.recommend import item_weights, sweep
 from torchlml_lab.recommend.histories import Users, read, set_aside, some_users
 from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
@@ -275,7 +276,7 @@ def test_a_sweep_gives_a_table_and_a_figure(folder, capsys, tmp_path):
     words = ["figures", "recommend", "--csv", tmp_path / "a.csv", "--out", tmp_path / "a.png", "--published"]
     assert cli.main([str(word) for word in words]) == 0
     lines = (tmp_path / "a.md").read_text().splitlines()
-    assert len(lines) == 2 + 6 + 2
+    assert len(lines) == 2 + len(PUBLISHED) + 2
     assert any(
         line.startswith("| matrix-factorization | 2 | lml-3 | 0.02 | 0.1 | 1 | 1 of 1 |") for line in lines
     )

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import get_args
 
 from matplotlib.axes import Axes
 
@@ -29,6 +30,7 @@ from torchlml_lab.plots import (
     write_tables,
 )
 from torchlml_lab.recommend import sweep as ranking_sweep
+from torchlml_lab.recommend.settings import ClosedForm
 from torchlml_lab.recommend.sweep import Method, RankingRecord
 
 # The CSV file of the user's own sweep and, if it does not exist, those of the study, including the baseline.
@@ -199,7 +201,9 @@ PUBLISHED = {
     "MF, softmax": (0.176, 0.140),
     "EASE": (0.177, 0.147),
     "LightGCN": (0.182, 0.155),
+    "GF-CF": (0.185, 0.152),
     "MF, BSL": (0.188, 0.158),
+    "BSPM": (0.192, 0.160),
 }
 _MEASURES = ("test_recall20", "test_ndcg20")
 _MARKERS = {"autoencoder": "o", "matrix-factorization": "s", "ease": "D", "graph-filter": "^", "auto": "*"}
@@ -208,7 +212,7 @@ _MODELS = {
     "matrix-factorization": "matrix factorization",
     "ease": "EASE",
     "graph-filter": "graph filter",
-    "auto": "default",
+    "auto": "default (combination)",
 }
 
 
@@ -256,7 +260,7 @@ def draw_recommend(
             for at, (_, color, marker, values) in enumerate(lines):
                 percent = [100 * value for value in values[place]]
                 error = stdev(percent) if len(percent) > 1 else None
-                size = 8 if marker == "|" else 4
+                size = 8 if marker in "|*" else 4
                 axes.errorbar(
                     mean(percent), at, xerr=error, fmt=marker, color=color, capsize=2, ms=size, mew=1.3
                 )
@@ -266,7 +270,14 @@ def draw_recommend(
         panels[0].set_ylim(len(lines) - 0.5, -0.5)
         for tick, (_, color, *_) in zip(panels[0].get_yticklabels(), lines, strict=True):
             tick.set_color(color)
-        note(figure, f"ours: means and standard deviations over {len({row.seed for row in rows})} seeds")
+        note(figure, _seeds_in_words(rows))
+
+
+def _seeds_in_words(rows: Sequence[RankingRecord]) -> str:
+    """Return the note about the seeds. Models in closed form do not depend on the seed."""
+    said = f"ours: means and standard deviations over {len({row.seed for row in rows})} seeds"
+    once = [_MODELS[model] for model in get_args(ClosedForm) if any(row.model == model for row in rows)]
+    return f"{said}; {' and '.join(once)}: one run, independent of the seed" if once else said
 
 
 def by_method(rows: Sequence[RankingRecord]) -> dict[Method, list[RankingRecord]]:
@@ -296,8 +307,8 @@ def ranking_table(rows: Sequence[RankingRecord], published: dict[str, tuple[floa
         cells = [spread([getattr(row, measure) for row in group]) for measure in measures]
         words = (
             model,
-            str(layers),
-            loss,
+            "–" if model in get_args(ClosedForm) else str(layers),
+            "–" if loss == ranking_sweep.OWN else loss,
             "–" if tuned is None else f"{one.learning_rate:g}",
             "–" if tuned is None else f"{tuned:g}",
             str(len(group)),
@@ -309,7 +320,7 @@ def ranking_table(rows: Sequence[RankingRecord], published: dict[str, tuple[floa
 
 def _color(loss: str) -> str:
     if loss == ranking_sweep.OWN:
-        return "black"
+        return PURPLE
     name = named(loss).name
     others = {"softmax": ORANGE, "topk-softmax": VERMILION}
     return others[name] if name in others else METHODS[name][0]
