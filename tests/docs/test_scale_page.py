@@ -65,7 +65,7 @@ def test_the_tables_about_training_match_the_csv() -> None:
             seconds = f"{row['epoch_seconds']:,.0f} s ({row['forecast_seconds']:,.0f})"
             needs[place] = f"{seconds}, {memory} ({row['forecast_mb'] / 1000:.1f})"
     assert training_cells("Samples per second in training, and peak memory:") == speed
-    title = "Time of an epoch and peak memory, with the forecasts in parentheses:"
+    title = "Time per epoch and peak memory, with the forecasts in parentheses:"
     assert training_cells(title) == needs
 
 

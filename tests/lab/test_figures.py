@@ -136,10 +136,10 @@ def test_bad_input_is_a_one_line_error(capsys, tmp_path, monkeypatch, words, nee
 @pytest.mark.parametrize(
     ("name", "needle"),
     [
-        ("timing", "contains no results of `torchlml bench paper`"),
+        ("timing", "has no results from `torchlml bench paper`"),
         ("benchmarks", "has no times from `torchlml bench layer`"),
         ("bandwidth", "has no copy times from `torchlml bench layer`"),
-        ("alternatives", "contains no results of `torchlml bench alternatives`"),
+        ("alternatives", "has no results from `torchlml bench alternatives`"),
     ],
 )
 def test_the_table_of_another_benchmark_is_rejected(capsys, tmp_path, name, needle):

@@ -76,7 +76,7 @@ def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, edge: Tensor, predicate: Tensor, images: int) -> Tensor:
-    """Compute the mean cross-entropy over edges. Edges without a relation are sampled if there are too many."""
+    """Compute the mean cross-entropy over edges. Edges without a relation are sampled if necessary."""
     label = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     label[edge] = predicate + 1
     most = EDGES_PER_IMAGE * images

@@ -45,7 +45,7 @@ class SceneGraphSettings(TrainSettings):
     without_bias: bool = False
     """Train without a frequency bias. By default, it is computed from the training images."""
     region_features: Path | None = None
-    """Features from your own detector: an HDF5 file whose groups (one per image) have `boxes` and `unions`."""
+    """Features from your own detector: an HDF5 file with `boxes` and `unions` in one group per image."""
     validation: int = 300
     """The number of training images held out to select the best epoch."""
     split_seed: int = 0
