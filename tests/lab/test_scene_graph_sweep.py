@@ -282,7 +282,7 @@ def test_figure_and_tables(capsys, swept, tmp_path):
     picture = tmp_path / "curves.png"
     options = ["--csv", str(swept / "results.csv"), "--out", str(picture)]
     assert cli.main(["figures", "scene-graph", *options]) == 2
-    assert "which has no run of `lml-20`" in capsys.readouterr().err
+    assert "which has no run with the method `lml-20`" in capsys.readouterr().err
     assert cli.main(["figures", "scene-graph", *options, "--methods", "softmax", "lml-3"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     lines = (tmp_path / "curves.md").read_text().splitlines()

@@ -136,8 +136,8 @@ def title_of(rows: Sequence[RecallRecord], split: str) -> str:
     """Return the title of the recall table for a split."""
     about = next(row for row in rows if row.method != FREQUENCY)
     return (
-        f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
-        "deviation over the seeds"
+        f"Recall in % (mean±standard deviation over the seeds) on {about.data} {split} images; predicate "
+        f"classification, {about.vision}"
     )
 
 
