@@ -155,9 +155,7 @@ def short_rows(settings: ShortRowsSettings) -> None:
                 ) from None
             progress.advance(task)
     for dtype, number in dict.fromkeys((dtype, number) for dtype, number, _ in shown):
-        title = (
-            f"{dtype}, {number} thread{'s' if number > 1 else ''}: time ratios, medians over the rounds"
-        )
+        title = f"{dtype}, {number} thread{'s' if number > 1 else ''}: time ratios, medians over the rounds"
         table = plain_table(title, heads)
         for line in (line for *of, line in shown if tuple(of) == (dtype, number)):
             table.add_row(*line)
