@@ -264,7 +264,7 @@ def test_a_sweep_gives_a_table_and_a_figure(folder, capsys, tmp_path):
     words = ["sweep", "recommend", *options, "--out", tmp_path / "runs"]
     assert cli.main([str(word) for word in words]) == 0
     said = capsys.readouterr().out
-    assert "matrix-factorization: in %" in said
+    assert "matrix-factorization: metrics in %" in said
     assert len(re.findall(r"^(?:softmax|lml-3) +2 +0\.02 ", said, re.MULTILINE)) == 2
     rows = sweep.TABLE.read(tmp_path / "a.csv", "--csv")
     for row in rows:
@@ -537,8 +537,8 @@ def test_the_latest_items_are_held_out_by_time(tmp_path):
         assert held in ({"i8", "i9"}, set())
     assert int((data.validation.counts > 0).sum()) == 2
     assert data.notes == [
-        f"`{path}`: `rating` is not used. `--min-rating` skips low ratings, and `--latest` validates on the "
-        "latest items of each user."
+        f"`{path}`: `rating` is not used. `--min-rating` skips low ratings, and `--latest` validates on "
+        "each user's latest items."
     ]
     liked = read(RecommendSettings(train=path, latest=True, min_rating=4))
     assert len(liked.everything) == 72
