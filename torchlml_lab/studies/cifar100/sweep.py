@@ -22,7 +22,7 @@ from torchlml_lab.studies.cifar100.task import check, model_name, read, task
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """The settings of a run and its accuracies, by default at the epoch with the best validation accuracy."""
+    """A run's settings, and its accuracies at the epoch with the best validation accuracy unless noted."""
 
     source: str
     """`features`, or the network for images."""
