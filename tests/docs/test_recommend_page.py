@@ -282,7 +282,7 @@ def test_the_other_pages() -> None:
     root = RESULTS.parent
     text = " ".join((root / "docs" / "own-data.md").read_text(encoding="utf-8").split())
     assert f"Recall@20 = {recall} and nDCG@20 = {ndcg} (means over 3 seeds)" in text
-    assert f"the graph filter, reaches {alone[0]} and {alone[1]} alone" in text
+    assert f"the graph filter, reaches {alone[0]} and {alone[1]} on its own" in text
     text = " ".join((root / "README.md").read_text(encoding="utf-8").split())
     light, bspm = (f"{100 * PUBLISHED[name][0]:.1f}" for name in ("LightGCN", "BSPM"))
     assert f"Recall@20 = {recall} on Gowalla (published: LightGCN {light}, BSPM {bspm};" in text
@@ -293,7 +293,7 @@ def test_the_other_pages() -> None:
     soft = span(differences((encoder, LML), (encoder, SOFTMAX)))
     bce = span(differences((factors, BCE), (factors, LML)))
     assert f"{soft} points of Recall@20 above softmax" in line
-    assert f"BCE {bce} above LML" in line
+    assert f"BCE is {bce} points above LML" in line
     numbers = re.findall(r"\d+\.\d+", line)
     expected = [recall, ndcg, *published("LightGCN").split(" / "), *published("BSPM").split(" / ")]
     assert numbers == [*expected, *alone, *soft.split("–"), *bce.split("–")]

@@ -65,9 +65,8 @@ def test_the_tables_about_training_match_the_csv() -> None:
             speed[place] = f"{row['samples_per_second']:,.0f}/s, {memory}"
             seconds = f"{row['epoch_seconds']:,.0f} s ({row['forecast_seconds']:,.0f})"
             needs[place] = f"{seconds}, {memory} ({row['forecast_mb'] / 1000:.1f})"
-    title = "The first table shows the training speed in samples per second and the peak memory:"
-    assert training_cells(title) == speed
-    title = "The second table shows the time per epoch and the peak memory, with forecasts in parentheses:"
+    assert training_cells("Training speed in samples per second, and peak memory:") == speed
+    title = "Time per epoch and peak memory, with forecasts in parentheses:"
     assert training_cells(title) == needs
 
 

@@ -156,12 +156,12 @@ def features_of(path, **changes):
     ("changes", "needle"),
     [
         ({"coarse": None}, "must contain `coarse`"),
-        ({"x": np.ones((199, 4), np.float32)}, "of shape (199, 4)"),
+        ({"x": np.ones((199, 4), np.float32)}, "shape (199, 4)"),
         ({"x": np.full((200, 4), np.nan, np.float32)}, "`x` must be finite"),
-        ({"fine": np.full(200, 100)}, "`fine` must contain integers from 0 to 99"),
-        ({"fine": np.full(200, 0.5)}, "`fine` must contain integers from 0 to 99"),
-        ({"coarse": np.full(200, 20)}, "`coarse` must contain integers from 0 to 19"),
-        ({"test": np.zeros(200, bool)}, "must be bool and contain both True and False"),
+        ({"fine": np.full(200, 100)}, "`fine` must contain only integers from 0 to 99"),
+        ({"fine": np.full(200, 0.5)}, "`fine` must contain only integers from 0 to 99"),
+        ({"coarse": np.full(200, 20)}, "`coarse` must contain only integers from 0 to 19"),
+        ({"test": np.zeros(200, bool)}, "must be a bool array that contains both True and False"),
         ({"x": np.array([object()] * 200)}, "cannot be read"),
     ],
 )

@@ -62,7 +62,7 @@ def test_the_command_and_its_figure(capsys, tmp_path, monkeypatch):
     words = ["which-k", "--seeds", "2", "--images", "100", "--epochs", "1", "--csv", str(path)]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert "images of 1 to 5 digits, all labeled" in said
+    assert "images with 1 to 5 digits, all labeled" in said
     assert max(len(line) for line in said.splitlines() if "The results are in" not in line) <= 80
     rows = which_k.TABLE.read(path, "--csv")
     assert len(rows) == 2 * (6 + 8 + 8)

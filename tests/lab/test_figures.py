@@ -118,7 +118,7 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
         (["cifar100", "--out", "/proc/x.png"], "`--out` names `/proc/x.png`, which cannot be written"),
         (["scene-graph", "--out", "/proc/x.png"], "`--out` names `/proc/x.png`, which cannot be written"),
         (["all", "--out", "/proc/pictures"], "cannot be written"),
-        (["projection", "--k", "10"], "`--k` must be more than 0 and less than 10, but it is 10"),
+        (["projection", "--k", "10"], "`--k` must be greater than 0 and less than 10, but it is 10"),
         (["timing", "--csv", "no.csv"], "`no.csv` does not exist. Create it with `torchlml bench paper`."),
         (["timing", "--csv", __file__], "which is not a benchmark CSV"),
         (
@@ -136,10 +136,10 @@ def test_bad_input_is_a_one_line_error(capsys, tmp_path, monkeypatch, words, nee
 @pytest.mark.parametrize(
     ("name", "needle"),
     [
-        ("timing", "contains no results of `torchlml bench paper`"),
+        ("timing", "has no results from `torchlml bench paper`"),
         ("benchmarks", "has no times from `torchlml bench layer`"),
         ("bandwidth", "has no copy times from `torchlml bench layer`"),
-        ("alternatives", "contains no results of `torchlml bench alternatives`"),
+        ("alternatives", "has no results from `torchlml bench alternatives`"),
     ],
 )
 def test_the_table_of_another_benchmark_is_rejected(capsys, tmp_path, name, needle):

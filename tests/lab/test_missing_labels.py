@@ -361,7 +361,7 @@ GOOD = {"x": np.ones((6, 2), np.float32), "y": np.eye(6, 3, dtype=bool) | (np.ar
     [
         ("yeast", {"y": GOOD["y"], "n_train": 4}, "has no array `x`"),
         ("yeast", GOOD, "has no array `train`"),
-        ("yeast", {**GOOD, "y": GOOD["y"][:5], "n_train": 4}, "must have `x` and `y` of shapes"),
+        ("yeast", {**GOOD, "y": GOOD["y"][:5], "n_train": 4}, "must have a float array `x` of shape"),
         ("yeast", {**GOOD, "x": GOOD["x"] * np.nan, "n_train": 4}, "finite features"),
         (
             "yeast",

@@ -248,7 +248,7 @@ def test_a_time_limit_stops_after_one_part(folder, tmp_path, capsys, monkeypatch
     words = command(folder, tmp_path / "out", "--heads", "linear", "--minutes", "1e-9")
     for left in (2, 1):
         assert cli.main(words) == 0
-        assert f"{left} parts are left" in capsys.readouterr().out
+        assert f"Parts left to compute: {left}." in capsys.readouterr().out
     assert cli.main(words) == 0
     assert "complete" in capsys.readouterr().out
 

@@ -131,7 +131,7 @@ def test_predict_gives_new_items_of_the_group_with_probabilities(folder, capsys,
     said = capsys.readouterr().out
     assert "u9" in said
     assert "P(item in top k), k = 3, in %" in said
-    assert "The recommendations of 120 users are in" in said.replace("\n", " ")
+    assert "The recommendations for 120 users are in" in said.replace("\n", " ")
     have = read_interactions(folder / "train.txt", "--train")
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert len(rows) == 3 * len(have.users)
@@ -265,7 +265,7 @@ def test_a_sweep_gives_a_table_and_a_figure(folder, capsys, tmp_path):
     words = ["sweep", "recommend", *options, "--out", tmp_path / "runs"]
     assert cli.main([str(word) for word in words]) == 0
     said = capsys.readouterr().out
-    assert "matrix-factorization: in %" in said
+    assert "matrix-factorization: metrics in %" in said
     assert len(re.findall(r"^(?:softmax|lml-3) +2 +0\.02 ", said, re.MULTILINE)) == 2
     rows = sweep.TABLE.read(tmp_path / "a.csv", "--csv")
     for row in rows:
@@ -324,7 +324,7 @@ REJECTED = {
     "--train FILE --test EMPTY": "which is empty",
     "--train FILE --test FILE": "must have a new pair of a known user and a known item",
     "--train SINGLE": "must have a user with at least two items",
-    "--train FILE --columns user item": "`--columns` applies to CSV, TSV and .inter",
+    "--train FILE --columns user item": "`--columns` applies to CSV, TSV and .inter files",
     "--train FILE --temperature 0.0": "`--temperature` must be finite and positive, but it is 0.0",
     "--train FILE --layers -1": "`--layers` must be at least 0, but it is -1",
     "--train FILE --penalty 0.0": "`--penalty` must be finite and positive, but it is 0.0",
@@ -453,7 +453,7 @@ def test_models_in_closed_form_are_left_out_if_memory_is_too_small(folder, monke
     monkeypatch.setattr(item_weights, "memory_available", lambda: 0)
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--out", str(tmp_path / "run")]
     assert cli.main([*words, *DEFAULT, "--epochs", "1"]) == 0
-    why = "it needs 0.0 GB of memory and 0.0 GB are available"
+    why = "it needs 0.0 GB of memory, but 0.0 GB are available"
     said = capsys.readouterr().out
     for name in ("ease", "graph-filter"):
         assert f"`{name}` is left out, because {why}." in said
@@ -512,7 +512,7 @@ def test_a_model_in_closed_form_recommends_to_new_users(folder, capsys, tmp_path
     assert cli.main(["predict", str(tmp_path / "run"), "--data", str(data), "--out", str(out)]) == 0
     assert all(item.startswith("g2-") for item in json.loads(out.read_text())["items"])
     said = rejected(capsys, ["step-time", tmp_path / "run"])
-    assert f"is `{model}`, which has no training steps of its own" in said
+    assert f"is `{model}`, which has no training steps to time" in said
 
 
 def test_graph_layers_recommend_to_new_users(folder, tmp_path):
@@ -538,8 +538,8 @@ def test_the_latest_items_are_held_out_by_time(tmp_path):
         assert held in ({"i8", "i9"}, set())
     assert int((data.validation.counts > 0).sum()) == 2
     assert data.notes == [
-        f"`{path}`: `rating` is not used. `--min-rating` skips low ratings, and `--latest` validates on the "
-        "latest items of each user."
+        f"`{path}`: `rating` is not used. `--min-rating` skips low ratings, and `--latest` validates on "
+        "each user's latest items."
     ]
     liked = read(RecommendSettings(train=path, latest=True, min_rating=4))
     assert len(liked.everything) == 72

@@ -144,7 +144,7 @@ def test_damaged_visual_genome_names_file_and_image(tmp_path, damage, image, nee
     with pytest.raises(BadInput) as error:
         datasets.read_visual_genome(write_vg(tmp_path, SMALL, tables))
     said = str(error.value)
-    assert said.startswith(f"`{tmp_path / 'VG-SGG.h5'}` is damaged at the image `{image}`: ")
+    assert said.startswith(f"`{tmp_path / 'VG-SGG.h5'}` is damaged at image `{image}`: ")
     assert needle in said
 
 
@@ -192,7 +192,7 @@ def test_damaged_vrd_names_file_and_image(tmp_path, damage, needle):
     path.write_text(json.dumps(data))
     with pytest.raises(BadInput) as error:
         datasets.read_vrd(tmp_path)
-    assert str(error.value).startswith(f"`{path}` is damaged at the image `7.jpg`: ")
+    assert str(error.value).startswith(f"`{path}` is damaged at image `7.jpg`: ")
     assert needle in str(error.value)
 
 

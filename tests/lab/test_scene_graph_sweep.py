@@ -162,7 +162,7 @@ def test_methods():
 
 
 @each_rejection(
-    rejections("`{}` must contain only methods of `--methods`, but it contains `{}`", "--once bce"),
+    rejections("`{}` may contain only methods from `--methods`, but it contains `{}`", "--once bce"),
     rejections("`{}` names `{}`", "--tuned no.csv"),
     rejections("`{}` cannot be given", "--run.k 5", "--run.objective bce"),
     rejections("`{}` must be at least 1, but it is {}", "--workers 0"),
@@ -204,7 +204,7 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
 @pytest.mark.parametrize(
     ("command", "options", "needle"),
     [
-        ("predict", ["--image", "7"], "in the data of the run, but it is 7"),
+        ("predict", ["--image", "7"], "in the run's data, but it is `7`"),
         ("predict", ["--relations", "0"], "`--relations` must be from 1 to 50, but it is 0"),
         ("predict", ["--relations", "100000"], "`--relations` must be from 1 to 50, but it is 100000"),
         ("predict", ["--out", "/proc/x/y.png"], "which cannot be written"),
@@ -282,7 +282,7 @@ def test_figure_and_tables(capsys, swept, tmp_path):
     picture = tmp_path / "curves.png"
     options = ["--csv", str(swept / "results.csv"), "--out", str(picture)]
     assert cli.main(["figures", "scene-graph", *options]) == 2
-    assert "which has no run of `lml-20`" in capsys.readouterr().err
+    assert "which has no run with the method `lml-20`" in capsys.readouterr().err
     assert cli.main(["figures", "scene-graph", *options, "--methods", "softmax", "lml-3"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     lines = (tmp_path / "curves.md").read_text().splitlines()

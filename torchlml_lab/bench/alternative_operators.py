@@ -22,7 +22,8 @@ from torchlml_lab.bench.cases import LAYER, Case, Provider
 
 # The distance by which a typical handwritten bisection extends its interval beyond the logits.
 REACH = 10.0
-# The product of n and torchsort's regularization strength. With 10, outputs for n = 32 do not sum to about k.
+# torchsort's regularization strength multiplied by n. With 10, the outputs for n = 32 would not even sum to
+# approximately k.
 SPREAD = 3.0
 
 
@@ -35,19 +36,19 @@ class Alternative(Provider):
 
 
 def straight_through(x: Tensor, k: int) -> Tensor:
-    """Return ones at the k largest entries, with the gradient of k softmax(x)."""
+    """Return ones at the k largest entries, with the gradient of k * softmax(x)."""
     soft = k * torch.softmax(x, -1)
     hard = torch.zeros_like(x).scatter(-1, x.topk(k, dim=-1).indices, 1.0)
     return hard + (soft - soft.detach())
 
 
 def scaled_softmax(x: Tensor, k: int) -> Tensor:
-    """Return k softmax(x). It sums to k, but its entries may exceed 1."""
+    """Return k * softmax(x), which sums to k, but whose entries may exceed 1."""
     return k * torch.softmax(x, -1)
 
 
 def successive_softmax(x: Tensor, k: int) -> Tensor:
-    """Return the sum of k softmaxes, each after removing the previous choice (Plötz and Roth, 2018)."""
+    """Return the sum of k softmaxes, each without the previous choices (Plötz and Roth, 2018)."""
     chosen = torch.zeros_like(x)
     for _ in range(k):
         p = torch.softmax(x, -1)
@@ -83,7 +84,7 @@ class _Bisection(torch.autograd.Function):
 
 
 def bisection(x: Tensor, k: int, halvings: int = 64) -> Tensor:
-    """Compute lml by a typical handwritten bisection, on an interval that extends 10 beyond the logits."""
+    """Compute lml by a typical handwritten bisection, on an interval that extends beyond the logits by 10."""
     answer: Tensor = _Bisection.apply(x, k, halvings)
     return answer
 
@@ -102,8 +103,9 @@ class _LaplaceSum(torch.autograd.Function):
         b = torch.nn.functional.pad(suffix[..., 1:], (0, 1), value=-torch.inf) - z
         place = torch.arange(1, n + 1, dtype=x.dtype, device=x.device)
         above = (place + (b.exp() - a.exp()) / 2 <= k).sum(-1, keepdim=True)
-        # Between two entries, t = exp(b - z_j) is the positive root of A t^2 + 2 (k - j) t - B. Above all
-        # entries, A is 0 and B is relative to the largest entry. Logarithms avoid overflow and cancellation.
+        # Between two entries, t = exp(b - z_j) is the positive root of A * t^2 + 2 * (k - j) * t - B. Above
+        # all entries, A is 0 and B is relative to the largest entry. Logarithms avoid overflow and
+        # cancellation.
         index, none = (above - 1).clamp(min=0), above == 0
         a = a.gather(-1, index).masked_fill(none, -torch.inf)
         b = torch.where(none, suffix[..., :1] - z[..., :1], b.gather(-1, index))
@@ -125,13 +127,13 @@ class _LaplaceSum(torch.autograd.Function):
 
 
 def laplace_sum(x: Tensor, k: int) -> Tensor:
-    """Return F(x - b), where b makes the sum k and F is the Laplace CDF (LapSum, Struski et al., 2025)."""
+    """Return F(x - b), which sums to k, where F is the Laplace CDF (LapSum, Struski et al., 2025)."""
     answer: Tensor = _LaplaceSum.apply(x, k)[0]
     return answer
 
 
 def midpoint_sigmoid(x: Tensor, k: int) -> Tensor:
-    """Return sigmoid(x - b), with b midway between the k-th and the (k + 1)-th largest entry.
+    """Return sigmoid(x - b), with b midway between the k-th and the (k + 1)-th largest entries.
 
     This is DFTopK (Zhu et al., 2025).
     """
@@ -141,7 +143,7 @@ def midpoint_sigmoid(x: Tensor, k: int) -> Tensor:
 
 def sorting_network(x: Tensor, k: int) -> Tensor:
     """Return the mask of a relaxed sorting network from the package difftopk, which supports only float32."""
-    # On import, difftopk prints whether an optional dependency is installed.
+    # On import, difftopk prints a message about an optional dependency.
     with contextlib.redirect_stdout(io.StringIO()):
         from difftopk import DiffTopkNet
 
@@ -151,7 +153,7 @@ def sorting_network(x: Tensor, k: int) -> Tensor:
 
 
 def soft_ranks(x: Tensor, k: int) -> Tensor:
-    """Return a mask from the soft ranks of the package torchsort: the sigmoid of rank - (n - k + 1/2)."""
+    """Return sigmoid(rank - (n - k + 1/2)), with soft ranks from the package torchsort."""
     torchsort: Any = importlib.import_module("torchsort")
     n = x.shape[-1]
     # Ranks increase with x from 1 to n. They cover this range only if the regularization decreases with n.
@@ -179,7 +181,7 @@ def _program(n: int, k: int) -> Any:
 
 
 def convex_program(x: Tensor, k: int) -> Tensor:
-    """Compute lml with a general convex solver at its default accuracy. Suitable for small n only."""
+    """Compute lml with a general convex solver at its default accuracy. This is feasible only for small n."""
     answer: Tensor = _program(x.shape[-1], k)(x)[0]
     return answer
 
@@ -225,7 +227,7 @@ Choice = Callable[[Tensor, int], Tensor]
 
 EXACTNESS = ("sum error", "outside [0, 1]", "bfloat16 error", "gradient error")
 ABILITIES = ("-inf", "vmap", "compile", "per-row k")
-# The rows on which features are tested, and the tolerance for two results that should agree.
+# The problem on which features are tested, and the tolerance for results that should agree.
 TRIAL = Case(n=16, k=3, batch=4, scale=1.0, dtype="float32", threads=1)
 _SAME = 1e-4
 
@@ -240,8 +242,8 @@ def exactness(choose: Choice, case: Case) -> dict[str, float]:
     Returns:
         The largest deviation of a row sum from k; the number of entries below 0 or above 1; the largest error
         of an entry for bfloat16 logits; and the largest error of the gradient, relative to its largest entry.
-        Errors are relative to the same method in float64. A value is NaN if the method fails, and infinite if
-        the reference gradient is zero everywhere.
+        The reference for both errors is the same method in float64. A value is NaN if the method fails, and
+        infinite if the reference gradient is zero everywhere.
     """
     x, k = case.logits(), case.k
     coarse = x.bfloat16()
@@ -266,7 +268,7 @@ def exactness(choose: Choice, case: Case) -> dict[str, float]:
 
 
 def abilities(choose: Choice) -> dict[str, bool]:
-    """Test which features of PyTorch a method supports.
+    """Test which PyTorch features a method supports.
 
     Args:
         choose: The method.
@@ -274,8 +276,8 @@ def abilities(choose: Choice) -> dict[str, bool]:
     Returns:
         Whether each of `ABILITIES` works. For "-inf", such logits must map to 0 without affecting other
         entries, and all gradients must be finite. For "vmap", `torch.func.vmap` must support the method and
-        its gradient. For "compile", `torch.compile` must capture both in one graph. For "per-row k", k may be
-        a tensor with one value per row.
+        its gradient. For "compile", `torch.compile` must capture both in one graph. For "per-row k", the
+        method must accept a tensor k with one value per row.
     """
     x, k = TRIAL.logits(), TRIAL.k
     trials: tuple[Callable[[], bool], ...] = (
@@ -318,7 +320,7 @@ def _maps(choose: Choice, x: Tensor, k: int) -> bool:
 def _compiles(choose: Choice, x: Tensor, k: int) -> bool:
     # Without a reset, earlier methods count toward the compiler's recompilation limit.
     torch.compiler.reset()
-    # Capture and differentiation happen before code generation, so a code-generating backend is not needed.
+    # Capture and differentiation precede code generation, so a backend without code generation suffices.
     compiled = torch.compile(lambda x: choose(x, k), fullgraph=True, backend="aot_eager")
     same = _same(compiled(x), choose(x, k))
     return same and _same(_gradient(lambda x, k: compiled(x), x, k), _gradient(choose, x, k))
@@ -334,7 +336,7 @@ def _takes_a_k_for_each_row(choose: Choice, x: Tensor, shape: tuple[int, ...]) -
 
 
 def _weights(x: Tensor) -> Tensor:
-    """Return fixed random weights for a weighted sum of the outputs, which is then differentiated."""
+    """Return fixed random weights for the weighted sum of the outputs that is differentiated."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(x.shape[-1], generator=generator, dtype=torch.float64).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""`torchlml bench alternatives`: compare other top-k relaxations in accuracy, features and cost."""
+"""`torchlml bench alternatives`: compare lml with other top-k relaxations in accuracy, features and cost."""
 
 import gc
 import math
@@ -51,7 +51,7 @@ Values = dict[tuple[str, str, str, int], Measurement]  # by method, mode, metric
 
 
 def markdown(rows: Sequence[Measurement]) -> str:
-    """Format the tables: the supported features, then one table for each row length.
+    """Format a table of supported features and one table of measurements for each row length.
 
     Args:
         rows: The rows of one run or of a CSV. If a measurement was repeated, its last row is used.
@@ -73,7 +73,7 @@ def markdown(rows: Sequence[Measurement]) -> str:
 
 
 def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the time of every method relative to softmax, in a panel per row length, and a panel of features.
+    """Draw one panel per row length with every method's time relative to softmax, and a panel of features.
 
     The fastest method on the longest rows comes first. Methods that support only short rows come last.
 
@@ -201,12 +201,12 @@ def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> No
     panel.set_title(f"n = {n:,}")
 
 
-# The largest error of a sum in float32 that rounding can explain.
+# The largest error of a float32 sum that rounding can explain.
 _SUM_ERROR = 1e-3
 
 
 def _draw_uses(panel: Axes, values: Values, names: Sequence[str]) -> None:
-    """Draw a check mark if a feature works on all measured rows, and a dash if it does not."""
+    """Draw a check mark for each method and feature that works in all measurements, and a dash otherwise."""
     works = {(name, metric): row.p50 == 1 for (name, _, metric, _), row in values.items()}
     for place, name in enumerate(names):
         errors, counts = (
@@ -229,7 +229,7 @@ def redraw(settings: AlternativesFigureSettings) -> None:
     path = find_csv(settings.csv, STUDY, "torchlml bench alternatives")
     rows = read(path, "--csv")
     if not _cases(rows):
-        raise BadInput(f"`--csv` names `{path}`, which contains no results of `torchlml bench alternatives`.")
+        raise BadInput(f"`--csv` names `{path}`, which has no results from `torchlml bench alternatives`.")
     draw(rows, settings.out, [path])
     say_where(settings.out)
 
@@ -282,7 +282,7 @@ def run(settings: ComparisonSettings, console: Console) -> None:
                     progress.update(task, description=f"accuracy of {method.name}, n {case.n}")
                     found = _exactness(method, case)
                     file.add(_number(method, name, case, value) for name, value in found.items())
-                    # A method that fails cannot be timed. The table shows that it fails.
+                    # A method that fails is not timed. The table shows the failure.
                     able += [method] if math.isfinite(found.get(EXACTNESS[0], math.nan)) else []
                     progress.advance(task)
                 for mode in _MODES:
@@ -322,7 +322,7 @@ def _installed(method: Alternative) -> Measurement:
 
 
 def _uses(method: Alternative) -> Iterator[Measurement]:
-    # The features of lml depend on its kernel, which cannot be changed within a process.
+    # The features of lml depend on the loaded kernel, which cannot be changed within a process.
     found = abilities_in_plain_torch() if method.name == "lml-torch" else abilities(method.function)
     for name, works in found.items():
         yield _number(method, name, TRIAL, float(works))

@@ -22,7 +22,7 @@ MOST_ENTRIES = 4_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: select `k` of `n` logits in each of `batch` rows, with normal logits times `scale`."""
+    """A problem: select `k` of `n` normal logits with standard deviation `scale` in each of `batch` rows."""
 
     n: int
     k: int
@@ -46,7 +46,7 @@ def case_grid(
     dtypes: Sequence[str],
     threads: Sequence[int],
 ) -> list[Case]:
-    """Return the cases for all distinct combinations. Values of k are integers, `n/NUMBER` or `n-NUMBER`.
+    """Return the cases for all distinct combinations. Each k is an integer, `n/NUMBER` or `n-NUMBER`.
 
         >>> [(case.n, case.k) for case in case_grid((4, 10), ("5", "n/2"), (3,), (1.0,), ("float32",), (1,))]
         [(4, 2), (10, 5)]
@@ -80,7 +80,7 @@ def _k(text: str, n: int) -> int:
 
 @dataclass(frozen=True)
 class Provider:
-    """A differentiable function of the logits and k. `absent` returns why it cannot run here, or None."""
+    """A differentiable function of the logits and k. `absent` returns None, or why it cannot run here."""
 
     name: str
     function: Callable[[Tensor, int], Tensor]
@@ -88,7 +88,7 @@ class Provider:
 
 
 class _PurePyTorch(torch.autograd.Function):
-    """Computes lml in pure PyTorch, even if the compiled kernel is loaded."""
+    """An autograd function for lml in pure PyTorch, even if the compiled kernel is loaded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> Tensor:
@@ -125,7 +125,7 @@ LAYER = (
     Provider("lml-torch", lambda x, k: _PurePyTorch.apply(x, k)),
     Provider("lml-bracketing", lambda x, k: torch.sigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))),
     Provider("sigmoid", lambda x, k: torch.sigmoid(x)),
-    # A copy moves the minimum number of bytes of any forward pass, so its time shows the memory bandwidth.
+    # A copy moves as few bytes as any forward pass can, so its time shows the memory bandwidth.
     Provider("copy", lambda x, k: x.clone()),
     Provider("topk", lambda x, k: torch.topk(x, k, dim=-1).values),
     Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),
@@ -150,7 +150,7 @@ def call_of(provider: Provider, case: Case, mode: Mode) -> Callable[[], Tensor]:
     Args:
         provider: The function to measure.
         case: The problem.
-        mode: "forward" without a graph, "backward" alone through an existing graph, or both together.
+        mode: "forward" without a graph, "backward" through an existing graph, or "forward+backward".
 
     Returns:
         A function without arguments that returns the output or the gradient.

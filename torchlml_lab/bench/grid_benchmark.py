@@ -1,4 +1,4 @@
-"""Benchmarks of functions of the logits and k on a grid of cases, relative to softmax: tables and a plot."""
+"""Benchmarks on a grid of cases, relative to softmax, with tables and a plot."""
 
 import gc
 from collections import defaultdict
@@ -102,7 +102,8 @@ def _measure(
     if "memory" in settings.metrics:
         gc.collect()
         added = {name: added_bytes(call) / 2**20 for name, call in calls.items()}
-        # In the smallest cases, softmax may add less than a page. Count at least one to bound the ratio.
+        # In the smallest cases, softmax may add less than a page of memory. Counting at least one page bounds
+        # the ratio.
         one = max(added[BASELINE], PAGE_BYTES / 2**20)
         for name, size in added.items():
             value, ratio = Quantiles.of([size]), Quantiles.of([size / one])
@@ -145,7 +146,7 @@ def constrained(settings: ConstrainedSettings) -> None:
 
 
 _CASE = ("n", "k", "batch", "scale", "dtype", "threads")
-# Smaller relative changes of a ratio are noise and are not colored.
+# Relative changes of a ratio that are smaller than this are noise and are not colored.
 _NOTABLE = 0.05
 
 _LOOK = {
@@ -173,12 +174,12 @@ Column = tuple[str, Sequence[str | Text]]  # the header and the cells
 
 
 def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], width: int) -> list[Table | str]:
-    """Build the tables for each metric and mode: a row per case, with ratios to softmax.
+    """Build the tables for each metric and mode, with one row per case and ratios to softmax.
 
     Args:
         rows: The measurements.
-        earlier: The measurements of an earlier run, whose ratios are shown next to the new ones.
-        width: The width of the terminal. Columns that do not fit are shown in another table.
+        earlier: The measurements from an earlier run, whose ratios are shown next to the new ones.
+        width: The width of the terminal. Columns that do not fit are moved to another table.
 
     Returns:
         Titles, each followed by its tables. Properties that all cases share are part of the title.
@@ -253,9 +254,9 @@ def _ratio(row: Measurement, earlier: Mapping[Key, Measurement]) -> Text:
 
 
 def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the time relative to softmax against the row length: one panel per mode, one line per provider.
+    """Plot time relative to softmax against row length, with one panel per mode and one line per provider.
 
-    A line shows the median over the problems (k, scale, batch, threads) that all providers of the panel
+    A line shows the median over the problems (k, scale, batch, threads) that all providers in the panel
     share, or over all problems if they share none. A vertical bar shows the range over all problems.
 
     Args:
@@ -284,7 +285,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
 
 
 def _draw_panel(panel: Axes, rows: Sequence[Measurement]) -> list[tuple[float, str, str]]:
-    """Draw the lines of one mode, and return the last y-value, the name and the color of each line."""
+    """Draw the lines for one mode, and return each line's last y-value, name and color."""
     cases: dict[str, dict[object, Measurement]] = defaultdict(dict)
     for row in rows:
         cases[row.provider][row.case] = row
@@ -299,7 +300,7 @@ def _draw_panel(panel: Axes, rows: Sequence[Measurement]) -> list[tuple[float, s
             if case in shared or not shared:
                 common[row.n].append(row.ratio_p50)
         if ratios:
-            if name != "copy":  # a copy depends neither on k nor on the scale
+            if name != "copy":  # the time of a copy depends neither on k nor on the scale
                 low, high = map(min, ratios.values()), map(max, ratios.values())
                 panel.vlines(list(ratios), list(low), list(high), color=color, alpha=0.35, linewidth=4)
             sizes = sorted(common)

@@ -1,4 +1,4 @@
-"""Benchmark measurements, the CSV that stores them, and text about the machine and settings."""
+"""Benchmark measurements, the CSV that stores them, and descriptions of the machine and settings."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ Key = tuple[str, str, str, str, int, int, int, float, str, int]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement of one provider on one case in one mode: percentiles of a value and of its ratio."""
+    """Percentiles of a value and of its ratio to the baseline, for one provider, case and mode."""
 
     operator: str
     provider: str
@@ -53,7 +53,7 @@ class Measurement:
 
     @property
     def key(self) -> Key:
-        """The identity of the measurement. Rows with equal keys are comparable."""
+        """The key that identifies the measurement. Rows with equal keys are comparable."""
         return (self.operator, self.provider, self.mode, self.metric, *self.case)
 
     @property
@@ -79,7 +79,7 @@ def measured(
     unit: str = "us",
     gpu: str | None = None,
 ) -> Measurement:
-    """Create the row of a measurement that was just made on this machine.
+    """Create the row for a measurement that was just taken on this machine.
 
     Args:
         operator: The name of the benchmark.
@@ -91,7 +91,7 @@ def measured(
         rounds: The number of samples.
         metric: The metric, such as "time" or "memory".
         unit: The unit of `value`.
-        gpu: The name of the GPU, if it was used.
+        gpu: The name of the GPU, if one was used.
 
     Returns:
         The row.
@@ -121,8 +121,8 @@ def measured(
 class RowFile:
     """The CSV of a benchmark, to which rows are appended while the benchmark runs.
 
-    If rows cannot be written, for example because the disk is full, the benchmark continues. The rows are
-    written together with the next ones.
+    If rows cannot be written, for example because the disk is full, the benchmark continues. The rows
+    are then written together with the next ones.
 
     Args:
         path: The file, which may be missing. An invalid or unwritable file raises `BadInput`.
@@ -142,7 +142,7 @@ class RowFile:
         console.print(f"{plan}; results are written to {self.path}.", soft_wrap=True, highlight=False)
 
     def add(self, rows: Iterable[Measurement]) -> None:
-        """Append rows to the file. If that fails, keep them for the next call."""
+        """Append rows to the file. If writing fails, retry in the next call."""
         added = list(rows)
         self.new += added
         self._waiting += added
@@ -154,7 +154,7 @@ class RowFile:
             self._failure = error
 
     def lacks(self) -> str | None:
-        """Describe which rows are missing from the file and why, or return None if no rows are missing."""
+        """Return a message about rows that could not be written to the file, or None if all were written."""
         if not self._waiting or self._failure is None:
             return None
         return f"`{self.path}` is missing the last {len(self._waiting)} rows: {reason(self._failure)}."
@@ -201,7 +201,7 @@ def append(path: Path, rows: Iterable[Measurement]) -> None:
 
 
 def latest(rows: Iterable[Measurement]) -> dict[Key, Measurement]:
-    """Return the last row of each measurement."""
+    """Return the last row for each measurement."""
     return {row.key: row for row in rows}
 
 
@@ -216,7 +216,7 @@ def machine() -> str:
 
 
 def _rounded(value: float) -> float:
-    """Round a number as in the CSV, so that reading a row back gives the same row."""
+    """Round a number to its precision in the CSV, so that reading a row back gives the same row."""
     return float(_text(value))
 
 
@@ -229,7 +229,7 @@ def _text(value: object) -> str:
 
 
 def finish(file: RowFile, plot: Path, draw: Callable[[], None] | None, console: Console) -> None:
-    """Draw the plot, print which files were written, and raise an error if one could not be written.
+    """Draw the plot, print which files were written, and raise `RuntimeError` if one could not be written.
 
     Args:
         file: The CSV.
@@ -257,7 +257,7 @@ def three_digits(ratio: float) -> str:
 
 
 def conditions(rows: Sequence[Measurement]) -> str:
-    """Describe the machine and the settings of measurements, for the note under a figure."""
+    """Describe the machine and the settings of the measurements, for the note under a figure."""
     threads = " and ".join(str(number) for number in sorted({row.threads for row in rows}))
     plural = "" if threads == "1" else "s"
     return f"{rows[-1].machine}, {threads} thread{plural}, {rows[-1].dtype}, torch {rows[-1].torch}"

@@ -1,7 +1,7 @@
 """`torchlml bench paper`: the timing study in section 5.1 of the paper.
 
-The paper timed the forward pass of the Smooth SVM with two algorithms, its backward pass, the truncated
-entropy and LML, for a minibatch of 256 and 50 trials. Here every method computes a loss with one label per
+The paper timed the Smooth SVM (the forward pass with two algorithms, and the backward pass), the truncated
+entropy and LML, with a minibatch of 256 and 50 trials. Here every method computes a loss with one label per
 row, so that all of them solve the same problem.
 """
 
@@ -59,12 +59,13 @@ NAMES = {
 # algorithm. For the Smooth SVM, only the algorithm that is fast enough for training is timed.
 BACKWARD = ("smooth-svm", "truncated-entropy", "lml")
 
-# Slow methods leave cold caches and released memory behind. Long samples make this effect negligible.
+# After a slow method, caches are cold and memory has been released to the system. Long samples make this
+# effect negligible.
 SAMPLE_SECONDS = 10e-3
 
 
 class Entry(NamedTuple):
-    """An item to time: a method in a mode on a problem."""
+    """One item to time: a problem, a method and a mode."""
 
     case: Case
     provider: str
@@ -113,7 +114,7 @@ def run(settings: PaperSettings, console: Console) -> None:
 
 
 def device() -> torch.device:
-    """Return the device of the study: the GPU if there is one, as in the paper."""
+    """Return the device for the study: a GPU if available, as in the paper, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -136,7 +137,7 @@ def measure(cases: Sequence[Case], trials: int, after_trial: Callable[[], object
 
 
 def losses(target: Tensor, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the methods. Each computes the mean loss of logits (batch, n) with one label per row."""
+    """Return the methods. Each computes the mean loss for logits (batch, n) with one label per row."""
 
     def by_algorithm_1(x: Tensor) -> Tensor:
         log_y = torch.nn.functional.logsigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))
@@ -152,12 +153,12 @@ def losses(target: Tensor, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def smooth_svm_by_summation(x: Tensor, target: Tensor, k: int) -> Tensor:
-    """Compute the mean of `smooth_topk_svm_loss` by the paper's summation over one class at a time."""
+    """Compute the mean of `smooth_topk_svm_loss` by the paper's summation, one class at a time."""
     label = target.unsqueeze(1)
     own, others = x.gather(1, label) / k, x.scatter(1, label, -torch.inf).double() / k
     nu = torchlml.lml_dual(others.detach(), k - 0.5).unsqueeze(1)
     success, failure = torch.sigmoid(others + nu), torch.sigmoid(-others - nu)
-    # P[S = 0] to P[S = k], where S is the number of successes among the classes so far.
+    # The probabilities P[S = 0] to P[S = k], where S is the number of successes among the classes so far.
     chances = torch.eye(1, k + 1, dtype=success.dtype, device=x.device).expand(x.shape[0], k + 1)
     for won, lost in zip(success.unsqueeze(-1).unbind(1), failure.unsqueeze(-1).unbind(1), strict=True):
         chances = torch.addcmul(chances * lost, torch.nn.functional.pad(chances[:, :-1], (1, 0)), won)
@@ -186,7 +187,7 @@ def _groups(settings: PaperSettings) -> list[list[Case]]:
 
 
 def _kept(earlier: Sequence[Measurement], group: Sequence[Case], trials: int) -> list[Measurement]:
-    """Return the rows of these problems from an interrupted study, if they are complete."""
+    """Return the rows for these problems from an interrupted study, or an empty list if any is missing."""
     where = device()
     here = (machine_of(where), str(torch.__version__), torchlml.__version__)
     wanted = {entry for case in group for entry in _entries(case)}
@@ -255,7 +256,7 @@ _GROWS = 1.5
 
 
 def times(rows: Sequence[Measurement]) -> Table:
-    """Tabulate the median times in milliseconds: a row for each method, a column for each problem."""
+    """Tabulate the median times in milliseconds, with a row for each method and a column for each problem."""
     problems = sorted({(row.threads, row.n, row.k) for row in rows})
     heads = [
         f"n {n}\nk {k}" + (f"\nthreads {threads}" if problems[0][0] != problems[-1][0] else "")
@@ -271,7 +272,7 @@ def times(rows: Sequence[Measurement]) -> Table:
 
 
 class Claim(NamedTuple):
-    """A claim of the paper about a method, the measured ratios, and the condition that they must satisfy."""
+    """A claim in the paper about a method, the measured ratios, and the condition that they must satisfy."""
 
     says: str
     ratios: list[float]
@@ -285,7 +286,7 @@ def claims(rows: Sequence[Measurement]) -> Table:
         rows: The rows of one study. Times are compared by their ratios to a baseline in the same round.
 
     Returns:
-        A row for each claim and method: the range of the ratio over lengths and threads, and a verdict.
+        A table of claims with their ranges of ratios over lengths and thread counts, and verdicts.
     """
     table = plain_table("the paper's claims about the forward passes", ("claim", "ratio of times", "holds"))
     for claim in claims_of(rows):
@@ -294,7 +295,7 @@ def claims(rows: Sequence[Measurement]) -> Table:
 
 
 def claims_of(rows: Sequence[Measurement]) -> Iterator[Claim]:
-    """Yield the claims with their time ratios: largest k to smallest k, or method to truncated entropy."""
+    """Yield the claims with their time ratios: largest to smallest k, or the method to truncated entropy."""
     forward: dict[str, dict[Problem, float]] = {name: {} for name in NAMES}
     for row in rows:
         if row.mode == "forward":
@@ -326,7 +327,7 @@ def _slower(ratio: float) -> bool:
 
 
 def _growth(taken: Mapping[Problem, float]) -> list[float]:
-    """Return the ratio of the time at the largest k to that at the smallest, for each n and thread count."""
+    """Return the time at the largest k divided by that at the smallest k, for each n and thread count."""
     settings = sorted({(threads, n) for threads, n, _ in taken})
     of_k = [{k: time for (*other, k), time in taken.items() if tuple(other) == one} for one in settings]
     return [by_k[max(by_k)] / by_k[min(by_k)] for by_k in of_k]
@@ -339,7 +340,7 @@ def span(ratios: Sequence[float]) -> str:
 
 
 def verdict(claim: Claim) -> str:
-    """Return whether a claim holds in all cases, in some, or in none."""
+    """Return `yes`, `no`, or in how many cases a claim holds."""
     held = sum(claim.holds(ratio) for ratio in claim.ratios)
     if held in (0, len(claim.ratios)):
         return "yes" if held else "no"
@@ -351,7 +352,8 @@ USUAL = (Path("torchlml-paper-timing.csv"), Path("results/paper-timing.csv"))
 _SVM, _SVM_MARKER = METHODS["smooth-svm"]
 _ENTROPY, _ENTROPY_MARKER = METHODS["truncated-entropy"]
 _LML, _LML_MARKER = METHODS["lml"]
-# Forward passes are solid, backward passes dashed. Two algorithms for a loss differ in color or marker.
+# Forward passes are solid, and backward passes are dashed. Algorithms for the same loss differ in color or
+# marker.
 LOOK = {
     ("smooth-svm-summation", "forward"): ("Smooth SVM, summation", VERMILION, "^", "-"),
     ("smooth-svm", "forward"): ("Smooth SVM, divide and conquer", _SVM, _SVM_MARKER, "-"),
@@ -370,13 +372,13 @@ def timing_figure(settings: TimingFigureSettings) -> None:
     path = find_csv(settings.csv, USUAL, "torchlml bench paper")
     rows = of_study(read(path, "--csv"))
     if not rows:
-        raise BadInput(f"`--csv` names `{path}`, which contains no results of `torchlml bench paper`.")
+        raise BadInput(f"`--csv` names `{path}`, which has no results from `torchlml bench paper`.")
     draw(rows, settings.out, [path])
     say_where(settings.out)
 
 
 def of_study(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Select the rows of the study from those of all benchmarks."""
+    """Select the rows that belong to the study."""
     return [row for row in rows if row.operator == OPERATOR]
 
 
@@ -384,7 +386,7 @@ def draw(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -
     """Draw one panel per row length, with medians as points and 20th to 80th percentiles as bands.
 
     Args:
-        rows: The results of `torchlml bench paper`. If a measurement was repeated, its last row is used.
+        rows: The results from `torchlml bench paper`. If a measurement was repeated, its last row is used.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
@@ -398,14 +400,14 @@ def draw(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -
         ]
         for axes, n in zip(panels, sizes, strict=True):
             axes.set_title(f"n = {n:,}")
-        # The lines have the same order in all panels, so names next to the last panel suffice.
+        # The lines have the same order in all panels, so labels next to the last panel suffice.
         label_lines(panels[-1], ends[-1], 0.05)
         panels[0].set_ylabel("time per call (ms)")
         note(figure, f"batch {rows[-1].batch}, {conditions(shown)}, forward unless stated otherwise")
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Measurement]) -> list[tuple[float, str, str]]:
-    """Draw the lines for one row length, and return the last y-value, the name and the color of each line."""
+    """Draw the lines for one row length, and return each line's last y-value, name and color."""
     ends = []
     for (provider, mode), (label, color, marker, line) in LOOK.items():
         series = sorted((r for r in rows if (r.provider, r.mode) == (provider, mode)), key=lambda r: r.k)

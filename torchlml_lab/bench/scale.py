@@ -1,4 +1,4 @@
-"""`torchlml bench scale` and `torchlml bench training`: large numbers of labels and samples."""
+"""`torchlml bench scale` and `torchlml bench training`: time and memory for many labels and samples."""
 
 import json
 import os
@@ -66,13 +66,13 @@ def run(settings: ScaleSettings, console: Console) -> None:
 
 
 def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Return a training step for each implementation of a linear layer followed by a loss, ours first."""
+    """Return a training step for each implementation of a linear layer with a loss, in `_WAYS` order."""
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(batch, features, generator=generator).requires_grad_()
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
     target = torch.randint(labels, (batch,), generator=generator)
-    # With this chunk size, torch's loss uses about as much memory as ours. With its default options, it is
-    # twenty times slower.
+    # With this chunk size, torch's loss uses about as much memory as `linear_lml_loss`. With its default
+    # options, it takes twenty times as long.
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=64) if hasattr(F, _TORCH) else None
     losses = (
         lambda: torchlml.linear_lml_loss(h, w, target, _K),
@@ -89,7 +89,7 @@ def _step(loss: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], tuple[Ten
 
 
 def times(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Measure the time of a step, relative to the loss on the full logit matrix."""
+    """Measure the time of a step, relative to `lml_loss` on the full logit matrix."""
     case = Case(settings.labels, _K, settings.batch, 1.0, "float32", settings.threads)
     calls = steps(case.batch, case.n, settings.features)
     for name, timing in race(calls, _WAYS[1], settings.repetitions, settings.seconds).items():
@@ -120,7 +120,7 @@ def peak(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Measure the time of one long row, relative to softmax."""
+    """Measure the time of lml on one long row, relative to softmax."""
     case = Case(settings.longest_row, _K, 1, 3.0, "float32", settings.threads)
     x = case.logits()
     calls = {"softmax": lambda: torch.softmax(x, -1), "lml": lambda: torchlml.lml(x, _K)}
@@ -130,7 +130,7 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Count the communication rounds of `lml` between two processes for each scale; softmax needs two."""
+    """Count `lml`'s communication rounds between two processes for each scale. Softmax needs two."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "torchlml_lab.bench.scale", "rounds"]
         command = [*worker, folder, str(settings.labels)]
@@ -155,7 +155,7 @@ def _number(
 
 
 def take_step(arguments: Sequence[str]) -> None:
-    """Run one training step. The arguments are the numbers of rows, labels, features and threads."""
+    """Run one training step. The arguments are the number of rows, labels, features and threads."""
     import resource  # not available on Windows
 
     rows, labels, features, threads = map(int, arguments)
@@ -166,7 +166,7 @@ def take_step(arguments: Sequence[str]) -> None:
 
 
 def count_rounds(arguments: Sequence[str]) -> None:
-    """Count the communication rounds. Arguments: rendezvous directory, number of labels, rank, scales."""
+    """Count communication rounds. The arguments are a rendezvous directory, label count, rank and scales."""
     # Imported here, because imports at module level would count toward the memory that `take_step` reports.
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -189,36 +189,36 @@ def count_rounds(arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The speed and the memory of `torchlml train multilabel` on one file."""
+    """The speed and memory of `torchlml train multilabel` on one file."""
 
     samples: int
     labels: int
     processes: int
     threads: int
-    """The number of threads of each process."""
+    """The number of threads per process."""
     file_mb: float
     prepare_seconds: float
     """Seconds to read the file, prepare the inputs, and fit the linear part if there is one."""
     samples_per_second: float
     epoch_seconds: float
-    """The time of one pass over the training samples at this speed, without validation."""
+    """The time for one pass over the training samples at this speed, without validation."""
     forecast_seconds: float
-    """The time that `train` forecasts for this pass; 0 for several processes."""
+    """The time that `train` forecasts for this pass, or 0 with several processes."""
     memory_mb: float
     """The peak memory of a process."""
     forecast_mb: float
     seconds: float
-    """The time of the whole measurement."""
+    """The duration of the whole measurement."""
 
 
 TRAINING = StudyTable(TrainingRecord, lambda row: (-row.threads, row.processes, row.samples, row.labels))
-_PER_SAMPLE = 3  # labels per sample, or more if that is needed for every label to occur
+_PER_SAMPLE = 3  # labels per sample; more are used if necessary for every label to occur
 _MOST_PER_SAMPLE = 10
-_TOGETHER = (100_000, 10_000)  # at most as many samples and labels, for one thread per process
+_TOGETHER = (100_000, 10_000)  # the most samples and labels for the runs with one thread per process
 
 
 def training(settings: TrainingSettings) -> None:
-    """Measure all sizes that are not in the CSV yet, each in a new process, and print the table."""
+    """Measure all sizes that are not in the CSV yet, each in a new process, and print the tables."""
     check_numbers("--samples", settings.samples, 100)
     check_numbers("--labels", settings.labels, 2)
     check_numbers("--features", (settings.features,), 1)
@@ -253,9 +253,9 @@ def training(settings: TrainingSettings) -> None:
 
 
 def training_table(rows: Sequence[TrainingRecord]) -> str:
-    """Format the speeds and the forecasts of single-process runs as two Markdown tables.
+    """Format the speeds and the forecasts as two Markdown tables.
 
-    Of the single-process runs, those with the most threads are included.
+    Only the single-process runs with the largest number of threads are included.
     """
 
     def speed(row: TrainingRecord) -> str:
@@ -273,8 +273,8 @@ def training_table(rows: Sequence[TrainingRecord]) -> str:
     heads = ("samples", *(f"{n:,} labels" for n in labels))
     tables = []
     for title, shown in (
-        ("Samples per second in training, and peak memory:", speed),
-        ("Time of an epoch and peak memory, with the forecasts in parentheses:", forecasts),
+        ("Training speed in samples per second, and peak memory:", speed),
+        ("Time per epoch and peak memory, with forecasts in parentheses:", forecasts),
     ):
         lines = []
         for samples in sorted({samples for samples, _ in alone}):
@@ -327,7 +327,7 @@ def write_samples(path: Path, samples: int, labels: int, features: int) -> None:
 
     Args:
         path: The file.
-        samples: The number of samples. Each has 10 to 21 features, minus duplicates.
+        samples: The number of samples. Each has 10 to 21 features before duplicates are removed.
         labels: The number of labels.
         features: The number of features.
     """
@@ -350,9 +350,9 @@ def write_samples(path: Path, samples: int, labels: int, features: int) -> None:
 
 
 def train_some(arguments: Sequence[str]) -> None:
-    """Train for a given time. Arguments: the sample file, the time in seconds, and the number of threads.
+    """Train for a given time. The arguments are a sample file, the time in seconds and the number of threads.
 
-    With torchrun, the processes share the samples of each batch, and the first one reports.
+    With torchrun, the processes share the samples of each batch, and the first process prints the results.
     """
     from accelerate import Accelerator
 
@@ -405,5 +405,5 @@ def train_some(arguments: Sequence[str]) -> None:
     accelerator.end_training()
 
 
-if __name__ == "__main__":  # the processes that the benchmarks start
+if __name__ == "__main__":  # in the processes that the benchmarks start
     {"step": take_step, "rounds": count_rounds, "train": train_some}[sys.argv[1]](sys.argv[2:])

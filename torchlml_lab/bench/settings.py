@@ -1,4 +1,4 @@
-"""The settings of the benchmarks, and the checks of common options."""
+"""The settings of the benchmarks, and validation of the options that they share."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ class TimingSettings:
     """The settings shared by all benchmarks that time their methods in rounds."""
 
     repetitions: int = 100
-    """Maximum number of rounds. Each round times every method once and computes the ratios."""
+    """Maximum number of rounds. Each round times every method once and computes its ratio to the baseline."""
     seconds: float = 4.0
     """Seconds per comparison, shared equally by its methods; slow methods may run only once."""
     csv: Path = Path("torchlml-bench.csv")
@@ -30,7 +30,7 @@ def check_timing(settings: TimingSettings) -> None:
 
 
 def check_choices(option: str, values: Sequence[str], known: Collection[str]) -> None:
-    """Raise `BadInput` for an unknown value, and for an option without values."""
+    """Raise `BadInput` if a value is unknown or the option has no values."""
     if not values:
         raise BadInput(f"`{option}` needs at least one value.")
     for value in values:
@@ -41,7 +41,7 @@ def check_choices(option: str, values: Sequence[str], known: Collection[str]) ->
 
 
 def check_numbers(option: str, values: Sequence[float], least: float, most: float = math.inf) -> None:
-    """Raise `BadInput` for a number that is out of range or not finite, and for an option without values."""
+    """Raise `BadInput` if a number is out of range or not finite, or if the option has no values."""
     if not values:
         raise BadInput(f"`{option}` needs at least one value.")
     for value in values:
@@ -79,15 +79,15 @@ class GridBenchmarkSettings(TimingSettings):
     threads: tuple[int, ...] = (1,)
     """Numbers of torch threads."""
     providers: tuple[str, ...] = ()
-    """Functions to compare, by default all that can run here; softmax, the baseline, is always included."""
+    """Functions to compare; by default, all that can run here. The baseline softmax is always included."""
     modes: tuple[str, ...] = MODES
-    """Passes to measure: forward without a graph, backward alone, forward+backward with autograd."""
+    """Passes to measure: forward without a graph, only backward, or forward+backward with autograd."""
     metrics: tuple[str, ...] = field(default_factory=_metrics)
     """Metrics to measure: `time` per call, and the peak `memory` that a call adds (Linux only)."""
     plot: Path | None = None
     """PNG or SVG file for a plot of all times in the CSV; by default a PNG with the name of the CSV."""
     compare: Path | None = None
-    """CSV file of an earlier run, whose ratios are shown next to the new ones."""
+    """CSV file from an earlier run, whose ratios are shown next to the new ones."""
     quick: bool = False
     """Use defaults that take well under a minute; other options still apply."""
 
@@ -130,13 +130,15 @@ class LossesSettings(TimingSettings):
 
 @dataclass(frozen=True)
 class ShortRowsSettings(TimingSettings):
-    """Time lml and its loss on many short rows, relative to softmax, cross-entropy and lml without options.
+    """Time lml and its loss on many short rows, relative to softmax and cross-entropy.
+
+    For a mask and for a per-row k, the baseline is lml without it.
 
     Set `TORCHLML_KERNEL=torch` to time pure PyTorch, or `TORCHLML_ISA=v3` to time the AVX2 kernel.
     """
 
     seconds: float = 2.0
-    """Time budget of one comparison in seconds."""
+    """Time budget for one comparison, in seconds."""
     scales: tuple[float, ...] = (1.0, 3.0, 12.0)
     """Standard deviations of the logits; each is a column of the table."""
     dtypes: tuple[str, ...] = ("float32",)
@@ -147,7 +149,7 @@ class ShortRowsSettings(TimingSettings):
 
 @dataclass(frozen=True)
 class SubsetSettings(TimingSettings):
-    """Compare the exact distribution over k-subsets with other methods: time, memory and accuracy."""
+    """Compare the time, memory and accuracy of the exact distribution over k-subsets with other methods."""
 
     repetitions: int = 15
     seconds: float = 5.0
@@ -164,7 +166,7 @@ class BalancedSettings(TimingSettings):
     """Time balanced_lml on router logits, relative to lml on the same matrix in the same round."""
 
     skews: tuple[float, ...] = (0.0, 1.0, 3.0, 10.0)
-    """Standard deviations of a preference for each expert that all tokens share; 0 for no preference."""
+    """Standard deviations of the expert preferences that all tokens share; 0 means no preference."""
     dtype: str = "float32"
     """The dtype of the logits: float32, float64 or bfloat16."""
     threads: int = 1
@@ -208,7 +210,7 @@ class ComparisonSettings(TimingSettings):
 
     csv: Path = Path("torchlml-alternatives.csv")
     methods: tuple[str, ...] = ()
-    """Methods to compare, by default all that can run here; some of them run only on short rows."""
+    """Methods to compare; by default, all that can run here. Some of them run only on short rows."""
     sizes: tuple[int, ...] = (32, 1000, 10_000)
     """Row lengths n to measure."""
     k: int = 5
@@ -233,7 +235,7 @@ QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "equal": 0, "
 
 @dataclass(frozen=True)
 class ScaleSettings(TimingSettings):
-    """Measure time and memory for many labels, a very long row, and communication of two processes."""
+    """Measure time and memory with many labels, the time of a long row, and communication rounds."""
 
     repetitions: int = 10
     seconds: float = 120.0
@@ -242,11 +244,11 @@ class ScaleSettings(TimingSettings):
     batch: int = 256
     """Number of rows in the timed batch."""
     labels: int = 200_000
-    """Number of labels of the linear layer in the timed batch."""
+    """Number of labels (outputs of the linear layer) in the timed batch."""
     features: int = 128
     """Number of inputs of the linear layer."""
     most_labels: int = 1_000_000
-    """Number of labels of a linear layer that is trained on 512 rows in a new process."""
+    """Number of labels in the measurement of peak memory: one training step on 512 rows in a new process."""
     longest_row: int = 10_000_000
     """Length of the very long row."""
 
@@ -270,9 +272,9 @@ class TrainingSettings:
     seconds: float = 20.0
     """The training time for each size, in seconds."""
     threads: int = 2
-    """Number of torch threads of a single process."""
+    """Number of torch threads when one process is used."""
     processes: tuple[int, ...] = (1, 2)
-    """The numbers of processes to measure with one thread each."""
+    """The numbers of processes to measure, with one thread per process."""
 
 
 Kind = TypeVar("Kind", LayerSettings, ConstrainedSettings, PaperSettings, ComparisonSettings)
@@ -321,7 +323,7 @@ class OwnDataSettings:
     sets: tuple[str, ...] = ("bibtex", "corel5k", "delicious", "goemotions")
     """The data sets."""
     sizes: tuple[int, ...] = (300, 1000, 3000, 8000)
-    """The numbers of training samples; 0 or a number that is too large means all samples."""
+    """The numbers of training samples; 0 or a number that is too large selects all samples."""
     methods: tuple[str, ...] = (
         "torchlml",
         "LinearSVC",
@@ -333,6 +335,6 @@ class OwnDataSettings:
         "napkinXC",
         "napkinXC, tuned",
     )
-    """The methods to compare; tuned methods choose C and a threshold on validation samples."""
+    """The methods to compare; tuned methods select C and a threshold on validation samples."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """The seeds; each one selects other training samples and initializes the network of torchlml."""
+    """The seeds; each seed selects the training samples and initializes the network of torchlml."""

@@ -1,4 +1,4 @@
-"""`torchlml figures benchmarks` and `bandwidth`: the figures and tables of the Benchmarks page, from CSVs."""
+"""`torchlml figures benchmarks` and `bandwidth`: the figures and tables on the Benchmarks page."""
 
 import json
 from collections import defaultdict
@@ -40,7 +40,7 @@ _MODES = {"forward": "forward", _BOTH: "forward + backward"}
 
 
 def benchmarks(settings: BenchmarksFigureSettings) -> None:
-    """Draw time relative to softmax, write the tables, and print the paths."""
+    """Draw the times relative to softmax, write the tables, and print the paths."""
     check_picture(settings.out)
     paths = settings.csv or ((OWN,) if OWN.exists() else STUDY)
     rows = [row for path in paths for row in _read(path)]
@@ -70,7 +70,7 @@ Shares = dict[int, dict[str, dict[int, float]]]  # by threads, provider and n
 
 
 def shares(rows: Sequence[Measurement]) -> Shares:
-    """Return the time of a copy divided by that of each function, as a median over k and the scales.
+    """Return the time of a copy divided by that of each function, as a median over k and scales.
 
     A copy reads every logit once and writes every output once, so the share is 1 for a function that is
     limited only by memory bandwidth. The shares are computed from ratios to softmax in the same round, which
@@ -104,7 +104,7 @@ def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Pat
     """Draw the speed relative to a copy against n, with a panel for each number of threads.
 
     Args:
-        rows: The rows of `torchlml bench layer`.
+        rows: The rows from `torchlml bench layer`.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
@@ -132,7 +132,7 @@ def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Pat
 
 @dataclass(frozen=True)
 class Target:
-    """A line of a target table: the measurements that it covers, and the largest acceptable ratio."""
+    """A row of a target table: the measurements that it covers, and the largest acceptable ratio."""
 
     says: str
     provider: str
@@ -146,7 +146,7 @@ class Target:
     operator: str = "projection"
 
     def covers(self, row: Measurement) -> bool:
-        """Whether a measurement belongs to this line."""
+        """Whether a measurement belongs to this row."""
         return (
             (row.operator, row.provider, row.mode, row.dtype, row.metric)
             == (self.operator, self.provider, self.mode, self.dtype, self.metric)
@@ -190,7 +190,7 @@ RELATED = {
 
 
 def tables(rows: Sequence[Measurement]) -> dict[str, str]:
-    """Format the tables of the Benchmarks page in Markdown, by name. Empty tables are omitted."""
+    """Format the tables on the Benchmarks page in Markdown, by name. Empty tables are omitted."""
     last = list(latest(rows).values())
     found = {"against n": _curve(last), "bandwidth": _bandwidth(last)}
     titles = {
@@ -215,7 +215,7 @@ def _target_line(target: Target, rows: Sequence[Measurement]) -> Iterator[tuple[
 
 
 def span(ratios: Sequence[float]) -> str:
-    """Format a range of ratios, or one value if both ends are printed the same."""
+    """Format a range of ratios, or one value if both ends are formatted the same."""
     return "–".join(dict.fromkeys(three_digits(end) for end in (min(ratios), max(ratios))))
 
 
@@ -259,11 +259,11 @@ def _bandwidth(rows: Sequence[Measurement]) -> str:
     lines = []
     for (threads, n, batch), times in sorted(copies.items()):
         if LML in found[threads]:
-            speed = 2 * 4 * batch * n / median(times) / 1e3  # bytes read and written per microsecond
+            speed = 2 * 4 * batch * n / median(times) / 1e3  # GB/s, counting bytes read and written
             reached = [f"{100 * found[threads][name][n]:.0f}%" for name in (BASELINE, LML)]
             lines.append((f"{threads}", _shape(batch, n), f"{speed:.1f}", *reached))
     heads = ("threads", "rows × n", "copy (GB/s)", "softmax", "lml")
-    return markdown_table("Share of the bandwidth of a copy, forward, float32", heads, lines) if lines else ""
+    return markdown_table("Share of a copy's bandwidth, forward, float32", heads, lines) if lines else ""
 
 
 def _losses(rows: Sequence[Measurement]) -> str:
@@ -313,7 +313,7 @@ def _short(rows: Sequence[Measurement]) -> str:
         if (row.dtype, row.threads) == _CURVE[2:] and row.operator.startswith(prefix := "short rows, "):
             key = (row.operator.removeprefix(prefix), row.mode, row.batch, row.n, row.k)
             kernel = json.loads(row.config)["kernel"].removeprefix("C++ (").removesuffix(")")
-            # The baseline's row comes first, so the ratio of the competitor overwrites that of the baseline.
+            # The baseline's row comes first, so the competitor's ratio overwrites the baseline's.
             found[key][kernel, row.scale] = row.ratio_p50
     columns = sorted({column for ratios in found.values() for column in ratios})
     names = dict.fromkeys(kernel for kernel, _ in columns)
@@ -327,5 +327,5 @@ def _short(rows: Sequence[Measurement]) -> str:
             problem = (work.operator, _shape(work.batch, work.n), f"{work.k}", _MODES[work.mode])
             cells = (f"{ratios[column]:.2f}" for column in columns)
             lines.append((*problem, *cells, f"{work.target:g}", verdict))
-    title = "Short rows: ratios of times, one thread, float32"
+    title = "Short rows: time ratios, one thread, float32"
     return markdown_table(title, (*heads, "target", "met"), lines) if lines else ""

@@ -28,12 +28,12 @@ Quantities = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """A method that computes the normalizer and the inclusion probabilities of a row."""
+    """A method that computes the log normalizer and the inclusion probabilities of a row."""
 
     name: str
     compute: Callable[[Tensor, int], Quantities]
     most_work: float
-    """The largest number of steps for which the method is run; `work` computes this number from n and k."""
+    """The method is skipped if its number of steps, `work(n, k)`, exceeds this limit."""
     work: Callable[[int, int], float]
 
 
@@ -82,7 +82,7 @@ METHODS = (
 
 
 def gumbel_top_k(x: Tensor, k: int) -> Tensor:
-    """Draw k entries without replacement (Plackett-Luce): the largest k sums of a logit and Gumbel noise."""
+    """Draw k entries without replacement (Plackett–Luce): those with the largest logit plus Gumbel noise."""
     noise = -torch.empty_like(x).exponential_().log()
     return torch.zeros_like(x).scatter(-1, (x + noise).topk(k).indices, 1.0)
 
@@ -113,7 +113,7 @@ def _log_polynomials(values: Wide, k: int) -> Wide:
 
 _OPERATOR = "subsets"
 _QUANTITIES = "normalizer+inclusion"
-# n, k, and the target in seconds for computing the log probability and the mean of one row.
+# n, k, and the target time in seconds for computing a log probability and the mean for one row.
 LONG_ROWS = ((1_000_000, 10, 0.2), (1_000_000, 1000, 0.5), (1_000_000, 100_000, 2.0))
 BATCHES = ((1000, 5), (1000, 50))
 _BATCH, _RATIO = 256, 50.0
@@ -128,7 +128,7 @@ def main(settings: SubsetSettings) -> None:
 
 
 def run(settings: SubsetSettings, console: Console) -> None:
-    """Take all measurements on one thread, append them to the CSV, and print two tables."""
+    """Take all measurements with one thread, append them to the CSV, and print two tables."""
     check_timing(settings)
     check_numbers("--sizes", settings.sizes, 2)
     check_numbers("--ks", settings.ks, 1)
@@ -193,7 +193,7 @@ def _log_prob_and_mean(x: Tensor, k: int, members: Tensor) -> tuple[Tensor, Tens
 
 
 def compare(n: int, k: int, settings: SubsetSettings) -> Iterator[list[Measurement]]:
-    """Yield the measurements of each method on one row: time, memory and errors."""
+    """Yield the measurements for each method on one row: time, memory and errors."""
     case = Case(n, k, 1, settings.scale, "float64", 1)
     x = case.logits()[0]
     known = truth(x, k) if n * k <= _MOST_TRUTH and n <= 1e5 else None
@@ -249,7 +249,7 @@ def _frequencies(sample: Callable[[], Tensor], count: int) -> Tensor:
 def _cost(
     provider: str, mode: str, case: Case, call: Callable[[], object], settings: SubsetSettings
 ) -> list[Measurement]:
-    """Return the time of a call, and its memory if the system can measure it."""
+    """Return the time of a call, and its memory use if the system can measure it."""
     rows = [_row(provider, mode, case, _times(call, settings).times(1e3), "time", "ms")]
     if measurable():
         rows.append(_row(provider, mode, case, _constant(added_bytes(call) / 2**20), "memory", "MiB"))
@@ -257,7 +257,7 @@ def _cost(
 
 
 def _times(call: Callable[[], object], settings: SubsetSettings) -> Quantiles:
-    """Measure the CPU seconds per call, after a warm-up call. Slow functions are measured only once."""
+    """Measure CPU seconds per call after a warm-up call, until the time budget is used up."""
     call()
     samples: list[float] = []
     while len(samples) < settings.repetitions and sum(samples) < settings.seconds:
@@ -266,7 +266,7 @@ def _times(call: Callable[[], object], settings: SubsetSettings) -> Quantiles:
 
 
 def _once(call: Callable[[], object]) -> float:
-    """Measure the CPU time of a call, which other programs affect less than the elapsed time."""
+    """Measure the CPU time of a call, which is less affected by other programs than wall-clock time."""
     begin = process_time()
     call()
     return process_time() - begin
@@ -282,7 +282,7 @@ def _constant(value: float) -> Quantiles:
 
 
 def _cells(rows: Sequence[Measurement]) -> Iterator[str]:
-    """Yield time, memory and both errors as text, or a dash if they were not measured."""
+    """Yield time, memory and both errors as text, with a dash for values that were not measured."""
     found = {row.metric: row for row in rows}
     for metric, form in (
         ("time", ".3g"),

@@ -28,7 +28,7 @@ Call = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """A line of the table: two functions to compare, the batch shape, and the largest acceptable ratio."""
+    """A row of the table: two functions to compare, the batch shape, and the largest acceptable ratio."""
 
     operator: str
     mode: str
@@ -38,7 +38,7 @@ class Work:
     target: float
 
     def calls(self, case: Case) -> dict[str, Callable[[], object]]:
-        """Return the calls of the baseline and of its competitor for a case, in this order."""
+        """Return the calls to the baseline and to its competitor for a case, in this order."""
         x = case.logits()
         functions = _FUNCTIONS[self.operator](case)
         if self.mode == "forward":
@@ -130,7 +130,7 @@ def short_rows(settings: ShortRowsSettings) -> None:
         (dtype, number, work) for dtype in settings.dtypes for number in settings.threads for work in WORKS
     ]
     each = len(settings.scales) * settings.seconds
-    file.announce(f"Measuring {len(jobs)} lines of the table, about {each:g} s each", console)
+    file.announce(f"Measuring {len(jobs)} rows of the table, about {each:g} s each", console)
     heads = (
         "ratio",
         "rows",
@@ -151,13 +151,11 @@ def short_rows(settings: ShortRowsSettings) -> None:
                     )
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
-                    f"Interrupted: {done} of {len(jobs)} lines are in {settings.csv}."
+                    f"Interrupted: {done} of {len(jobs)} rows of the table are in {settings.csv}."
                 ) from None
             progress.advance(task)
     for dtype, number in dict.fromkeys((dtype, number) for dtype, number, _ in shown):
-        title = (
-            f"{dtype}, {number} thread{'s' if number > 1 else ''}: ratios of times, medians over the rounds"
-        )
+        title = f"{dtype}, {number} thread{'s' if number > 1 else ''}: time ratios, medians over the rounds"
         table = plain_table(title, heads)
         for line in (line for *of, line in shown if tuple(of) == (dtype, number)):
             table.add_row(*line)
@@ -176,7 +174,7 @@ def _line(work: Work, ratios: Sequence[float]) -> tuple[str, ...]:
 def _ratios(
     file: RowFile, work: Work, dtype: str, threads: int, settings: ShortRowsSettings
 ) -> Iterator[float]:
-    """Time both functions of a line at every scale, append the rows to the file, and yield the ratios."""
+    """Time both functions at every scale, append the rows to the file, and yield the ratios."""
     for scale in settings.scales:
         case = Case(work.n, work.k, work.batch, scale, dtype, threads)
         calls = work.calls(case)
@@ -198,7 +196,7 @@ def _ratios(
 
 
 _SHAPES = ((4096, 64, 4), (16_384, 256, 8))  # tokens, experts, k
-# The target of each mode and competitor: the largest acceptable ratio to the baseline.
+# The target for each mode and competitor: the largest acceptable ratio to the baseline.
 _TARGETS = {
     ("forward", "cold start"): 15.0,
     ("forward", "warm start"): 6.0,
@@ -217,9 +215,9 @@ def balanced(settings: BalancedSettings) -> None:
     jobs = [(shape, skew) for shape in _SHAPES for skew in settings.skews]
     file.announce(f"Timing {len(jobs)} matrices, about {settings.seconds:g} s each", console)
     heads = ("balanced_lml", "tokens", "experts", "k", "skew", "ms", "ratio", "target", "met")
-    table = plain_table(f"{settings.dtype}: time of a call, and its ratio to lml", heads)
-    # Allocate and free one large block. Until a process has done that, glibc returns every freed megabyte to
-    # the system, and page faults would dominate these times. Training processes do it early.
+    table = plain_table(f"{settings.dtype}: time per call, and its ratio to lml", heads)
+    # Allocate and free one large block. Until a process has done so, glibc returns every freed megabyte to
+    # the system, and page faults would dominate these times. Training processes allocate large blocks early.
     torch.empty(7 * 2**20)
     with ProgressBar(console) as progress, use_threads(settings.threads):
         task = progress.add_task("matrices", total=len(jobs))
@@ -243,7 +241,7 @@ def balanced(settings: BalancedSettings) -> None:
             progress.advance(task)
     console.print(table)
     console.print(
-        "Forward times are relative to lml's forward pass. The time of balanced_lml's backward pass alone is "
+        "Forward times are relative to lml's forward pass. The time of balanced_lml's backward pass is "
         "relative to lml's forward and backward passes. A warm start uses the multipliers of another batch "
         "with the same preferences.",
         soft_wrap=True,
@@ -287,7 +285,7 @@ class Comparison:
     calls: dict[str, Callable[[], Tensor]]
 
 
-# Functions that build a problem for a given number of threads, called when the problem is needed.
+# Each function builds a comparison for a given number of threads. It is called when it is needed.
 COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
     lambda threads: _single_label(1000, 5, threads),
     lambda threads: _single_label(1000, 100, threads),
@@ -327,7 +325,7 @@ def losses(settings: LossesSettings) -> None:
 
 
 def _measure(file: RowFile, comparison: Comparison, settings: LossesSettings) -> Iterator[tuple[str, ...]]:
-    """Time a comparison, write it to the file, and yield the rows of the table."""
+    """Time a comparison, append its rows to the CSV, and yield the rows of the table."""
     case, baseline = comparison.case, next(iter(comparison.calls))
     timings = race(comparison.calls, baseline, settings.repetitions, settings.seconds)
     file.add(
@@ -358,7 +356,7 @@ def _single_label(n: int, k: int, threads: int) -> Comparison:
 
 
 def _ragged(threads: int) -> Comparison:
-    """Compare a ragged batch (six images, 100 to 380 edges, 50 predicates per edge) with a dense one."""
+    """Compare a ragged batch (six images, 100 to 380 edges, 50 predicates per edge) with a dense batch."""
     lengths = 50 * torch.tensor([100, 150, 210, 260, 340, 380])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     size = int(offsets[-1])

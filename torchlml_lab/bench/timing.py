@@ -1,4 +1,4 @@
-"""Time functions in random order, and measure the peak memory of a call."""
+"""Timing of calls in random order, and the peak memory of a call."""
 
 import ctypes
 import gc
@@ -47,7 +47,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, the ratio to the baseline in the same round, and the number of rounds."""
+    """The seconds per call, the ratio to the baseline in the same round, and the number of rounds."""
 
     seconds: Quantiles
     ratio: Quantiles
@@ -55,7 +55,7 @@ class Timing:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised for Ctrl-C during `race`. `timings` contains the timings of the completed rounds."""
+    """Raised on Ctrl-C during `race`. `timings` contains the timings from the completed rounds."""
 
     def __init__(self, timings: Mapping[Any, Timing]) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def race(
 ) -> dict[Name, Timing]:
     """Time all calls in rounds, in a new random order each round.
 
-    Every call runs in the first round. A slow call skips later rounds once it has used its share of the time,
-    so that it cannot starve the others. The baseline runs in every round, because all ratios need it.
+    Every call runs in the first round. A slow call skips later rounds once it has used its share of the time
+    budget, so that it cannot starve the others. The baseline runs in every round, because all ratios need it.
 
     Args:
         calls: The calls by name, including the baseline.
@@ -127,7 +127,7 @@ def _timings(samples: Mapping[Name, list[float]], ratios: Mapping[Name, list[flo
 
 
 def _repeats(call: Callable[[], object], sample_seconds: float) -> int:
-    """Return the number of calls that makes a sample long enough. This also warms up the call."""
+    """Return the number of calls that makes a sample long enough. The calls also serve as a warm-up."""
     fastest = spent = _sample(call, 1)
     while spent < _WARM_UP_SECONDS:
         once = _sample(call, 1)

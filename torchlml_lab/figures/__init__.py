@@ -1,1 +1,1 @@
-"""`torchlml figures NAME`: draw the figures of the documentation and of the studies."""
+"""`torchlml figures NAME`: draw the figures in the documentation and the studies."""

@@ -1,4 +1,4 @@
-"""Figures of two studies: accuracy against label noise on CIFAR-100, and the effect of a wrong k."""
+"""Figures for two studies: accuracy against label noise on CIFAR-100, and the effect of a wrong k."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ BY_NOISE = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/feat
 
 
 def by_noise(settings: NoiseFigureSettings) -> None:
-    """Draw accuracy against label noise, write the tables, and print the paths of the files."""
+    """Draw accuracy against label noise, and print the path of the figure."""
     check_picture(settings.out)
     path, rows = read_sweep(settings.csv, BY_NOISE, "cifar100", sweep.TABLE)
     check_not_tuning(path, ((row.loss, row.recipe) for row in rows))
@@ -79,7 +79,7 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[P
 def _draw_noise_panel(
     axes: Axes, rows: Sequence[AccuracyRecord], measure: str, reference: str
 ) -> list[tuple[float, str, str]]:
-    """Draw the lines of a panel, and return the last y-value, the name and the color of each line."""
+    """Draw the lines of a panel, and return each line's last y-value, name and color."""
     values: dict[tuple[str, float], dict[int, float]] = defaultdict(dict)
     for row in rows:
         values[row.loss, row.noise][row.seed] = 100 * float(getattr(row, measure))
@@ -107,7 +107,7 @@ def _draw_noise_panel(
 
 BY_K = (Path("torchlml-which-k.csv"), Path("results/which-k/which-k.csv"))
 _MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "calibration error"}
-# The second line is dashed, because it covers the first for small k.
+# The second line is dashed, because it covers the first one for small k.
 _BY_K = {EXACTLY: (plots.BLUE, "P-"), AT_MOST: (plots.VERMILION, "1--")}
 _LEVELS = {
     OF_ROW: (plots.GREEN, "-"),
@@ -127,10 +127,10 @@ def by_k(settings: WhichKFigureSettings) -> None:
 
 
 def draw_by_k(rows: Sequence[WhichKRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw a column of panels for each setting and a row for each metric, with means over the seeds.
+    """Draw means over the seeds in a grid of panels, with a column per setting and a row per metric.
 
     Args:
-        rows: The results of the networks.
+        rows: The results of all networks.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
@@ -158,7 +158,7 @@ def _percent(rows: Sequence[WhichKRecord], measure: str, method: str, k: int | N
 
 
 def _k_ends(rows: Sequence[WhichKRecord], measure: str) -> list[tuple[float, str, str]]:
-    """Return the last y-value, the name and the color of each line of a panel."""
+    """Return the last y-value, name and color of each line in a panel."""
     there = {row.method for row in rows}
     ends = [
         (_percent(rows, measure, method, max(row.k for row in rows if row.method == method)), method, color)
@@ -185,7 +185,7 @@ def _draw_k_panel(axes: Axes, rows: Sequence[WhichKRecord], measure: str) -> Non
 
 
 def page_of(rows: Sequence[WhichKRecord]) -> str:
-    """Format one Markdown table per setting: means and standard deviations over the seeds."""
+    """Format one Markdown table per setting, with means and standard deviations over the seeds."""
     parts = []
     heads = ("method", "k", "seeds", *_MEASURES.values(), "p > 0.5")
     for digits, named in SITUATIONS:
@@ -199,7 +199,7 @@ def page_of(rows: Sequence[WhichKRecord]) -> str:
             count = f"{mean(row.count for row in group):.2f}"
             lines.append((method, str(k or "-"), str(len(group)), *cells, count))
         title = (
-            f"The table shows metrics in % (mean ± standard deviation over seeds) for images of {digits}, "
+            f"The table shows metrics in % (mean ± standard deviation over seeds) for images with {digits}, "
             f"{named} of them labeled. The last column is the mean number of digits with p > 0.5."
         )
         parts.append(markdown_table(title, heads, lines))

@@ -1,4 +1,4 @@
-"""Figures of the polytopes that lml projects onto, of entropies over them, and of random k-subsets."""
+"""Figures of the polytopes that lml projects onto, entropies over them, and random k-subsets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def in_space(p: Tensor) -> Tensor:
 
 
 def draw_polytopes(picture: Path) -> None:
-    """Draw two triangles in a cube, an octahedron, and in each of them the path of lml(x / T, k) over T."""
+    """Draw two triangles in a cube, an octahedron, and the path of lml(x / T, k) over T in each of them."""
     with new_figure(picture, PAGE, 3.1) as figure:
         figure.set_layout_engine("none")
         _draw_triangles(_axes(figure, 0.0, 1.02, (20, 24)))
@@ -86,7 +86,7 @@ def _axes(figure: Figure, left: float, zoom: float, view: tuple[float, float]) -
 def _draw_triangles(axes: Axes3D) -> None:
     for start, end in combinations(product((0, 1), repeat=3), 2):
         if sum(a != b for a, b in zip(start, end, strict=True)) == 1:
-            # From this viewpoint, the corner 000 is behind the others.
+            # From this viewpoint, the corner 000 is hidden behind the others.
             line = (0, (3, 2)) if start == (0, 0, 0) else "-"
             axes.plot(*zip(start, end, strict=True), color=GREY, linewidth=0.7, linestyle=line)
     for k, color, ink in ((1, BLUE, BLUE), (2, ORANGE, DARK_ORANGE)):
@@ -99,7 +99,7 @@ def _draw_triangles(axes: Axes3D) -> None:
 def _draw_octahedron(axes: Axes3D) -> None:
     corners = vertices(4, 2)
     space = in_space(corners)
-    # Two vertices are adjacent if they share a label. Three mutually adjacent vertices form a face.
+    # Two vertices are adjacent if they share exactly one label. Three mutually adjacent vertices form a face.
     shared = corners @ corners.T
     for three in combinations(range(6), 3):
         if all(shared[a, b] == 1 for a, b in combinations(three, 2)):
@@ -116,7 +116,7 @@ def _draw_octahedron(axes: Axes3D) -> None:
 
 
 def _draw_names(axes: Axes3D, corners: Tensor, places: Tensor, color: str) -> None:
-    """Write the digits of each vertex next to it, on the side away from the center."""
+    """Write each vertex's coordinates next to it, on the side away from the center."""
     middle = (0.5, 0.5, 0.5) if corners.shape[1] == 3 else (0, 0, 0)
     x0, y0, _ = proj_transform(*middle, axes.get_proj())
     for corner, place in zip(corners.tolist(), places.tolist(), strict=True):
@@ -148,12 +148,12 @@ def entropies(settings: EntropiesSettings) -> None:
 
 
 def entropy(y: Tensor) -> Tensor:
-    """Return H(y) = -sum y log y, the entropy of softmax and constrained softmax, with 0 log 0 = 0."""
+    """Return H(y) = -sum y * log(y), the entropy for softmax and constrained softmax, with 0 * log(0) = 0."""
     return -torch.special.xlogy(y, y).sum(-1)
 
 
 def binary_entropy(y: Tensor) -> Tensor:
-    """Return H_b(y) = -sum [y log y + (1 - y) log(1 - y)], the entropy of sigmoid and lml."""
+    """Return H_b(y) = -sum [y * log(y) + (1 - y) * log(1 - y)], the entropy for sigmoid and lml."""
     return entropy(y) + entropy(1 - y)
 
 
@@ -177,7 +177,7 @@ SURFACES = (
 
 
 def points(surface: Surface) -> tuple[Tensor, Tensor]:
-    """Return a grid over the polygon: weights of the corners (P, corners), and the points y (P, n)."""
+    """Return a grid over the polygon: the corner weights (P, corners) and the points y (P, n)."""
     corners = torch.tensor(surface.corners, dtype=torch.float64)
     steps = torch.linspace(0, 1, _STEPS + 1, dtype=torch.float64)
     a, b = (side.flatten() for side in torch.meshgrid(steps, steps, indexing="ij"))
@@ -191,7 +191,7 @@ def points(surface: Surface) -> tuple[Tensor, Tensor]:
 
 
 def draw_entropies(picture: Path) -> None:
-    """Draw four maps of the entropy as a fraction of its maximum, with contour lines."""
+    """Draw four maps of an entropy as a fraction of its maximum, with contour lines."""
     with new_figure(picture, PAGE, 2.25) as figure:
         panels = figure.subplots(1, 4)
         filled = [_draw_surface(axes, surface) for axes, surface in zip(panels, SURFACES, strict=True)]
@@ -236,13 +236,13 @@ def _draw_surface(axes: Axes, surface: Surface) -> TriContourSet:
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
 LENGTH = 1000
-KS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # up to n / 2, because k and n - k have the same error
+KS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # up to n / 2; k and n - k give the same difference on average
 SCALES = (0.5, 1.0, 3.0)
 _SEEDS = 5
 
 
 def sets(settings: SetsFigureSettings) -> None:
-    """Draw inclusion probabilities minus lml, and print the path of the figure."""
+    """Draw the differences between inclusion probabilities and lml, and print the path of the figure."""
     draw_only(draw_sets, settings.out)
 
 

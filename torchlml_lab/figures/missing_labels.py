@@ -68,7 +68,7 @@ def main(settings: MissingLabelsFigureSettings) -> None:
 
 
 def cells_of(rows: Sequence[ResultRecord], head: str) -> Cells:
-    """Group the runs of one head by data set and method, and then by seed."""
+    """Group the runs with one head by data set and method, and then by seed."""
     groups: Cells = defaultdict(dict)
     for row in rows:
         if row.head == head and row.draw == "random":
@@ -77,7 +77,7 @@ def cells_of(rows: Sequence[ResultRecord], head: str) -> Cells:
 
 
 def best_competitor(groups: Cells, dataset: str, measure: str) -> str | None:
-    """Return the best alternative to LML that learns from the same data, by its mean over the seeds."""
+    """Return the alternative to LML, not trained on all labels, with the best mean over the seeds."""
     sign = -1 if measure in _LOW else 1
     means = {
         method: sign * mean(getattr(row, measure) for row in found.values())
@@ -91,7 +91,7 @@ def draw(heads: dict[str, Cells], picture: Path, csv: Sequence[Path] = ()) -> No
     """Draw mAP on the left and the Brier score on the right, relative to training with all labels.
 
     Args:
-        heads: The runs of each head. Each head gets one row of panels.
+        heads: The runs for each head. Each head has one row of panels.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the runs. Its name is stored in the picture's metadata.
     """
@@ -115,7 +115,7 @@ def draw(heads: dict[str, Cells], picture: Path, csv: Sequence[Path] = ()) -> No
 
 
 def _draw_head(groups: Cells, names: Sequence[str], panels: Sequence[Axes]) -> None:
-    """Draw the two panels of one head, with a line for each method and a marker for each data set."""
+    """Draw the two panels for one head, with a row for each method and a marker for each data set."""
     far: dict[int, float] = defaultdict(float)
     for number, (dataset, (color, marker)) in enumerate(_DATASET_LOOKS.items()):
         reference = groups.get((dataset, "bce-all"))
@@ -158,7 +158,7 @@ def _draw_head(groups: Cells, names: Sequence[str], panels: Sequence[Axes]) -> N
 
 
 def page_of(rows: Sequence[ResultRecord]) -> str:
-    """Format all tables in Markdown: each measure, paired differences, and the chosen configurations."""
+    """Format all tables in Markdown: the metrics, paired differences, and chosen configurations."""
     parts = ["# One observed label per sample: all tables"]
     for head in study.HEADS:
         groups = cells_of(rows, head)
@@ -168,12 +168,12 @@ def page_of(rows: Sequence[ResultRecord]) -> str:
         parts.append(f"## {_NETWORKS[head].capitalize()}")
         for measure, title in _HEADS.items():
             low = "lower" if measure in _LOW else "higher"
-            said = f"× 100, mean ± standard deviation over the seeds, {low} is better:"
+            said = f"Values × 100 (mean ± standard deviation over the seeds; {low} is better):"
             parts.append(markdown_table(said, (title, *datasets), _measure_lines(groups, datasets, measure)))
         for method in ("lml", "lml-predicted"):
             said = (
-                f"{METHODS[method].title} minus the best competitor in each measure, × 100, by seed: "
-                "mean ± standard deviation."
+                f"{METHODS[method].title} minus the best competitor in each metric, × 100, paired by seed "
+                "(mean ± standard deviation):"
             )
             lines = [(name, *_differences(groups, name, method)) for name in datasets]
             heads = (f"{METHODS[method].title} minus", *_HEADS.values())
@@ -201,7 +201,7 @@ def page_of(rows: Sequence[ResultRecord]) -> str:
 
 
 def _measure_lines(groups: Cells, datasets: Sequence[str], measure: str) -> list[tuple[str, ...]]:
-    """Format a line for each method. The best method that does not use all labels is bold."""
+    """Format a row for each method, with the best method that does not use all labels in bold."""
     best = {}
     for dataset in datasets:
         means = {

@@ -1,4 +1,4 @@
-"""Figures of the projection of one row: its threshold, the root finding, and other relaxations."""
+"""Figures of the projection of one row, its threshold, root finding, and other relaxations."""
 
 import math
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def projection(settings: ProjectionSettings) -> None:
     check_picture(settings.out)
     x = torch.tensor(ROW)
     if not 0 < settings.k < len(x):
-        raise BadInput(f"`--k` must be more than 0 and less than {len(x)}, but it is {settings.k:g}.")
+        raise BadInput(f"`--k` must be greater than 0 and less than {len(x)}, but it is {settings.k:g}.")
     answers = {
         "softmax": torch.softmax(x, -1),
         "sigmoid": torch.sigmoid(x),
@@ -87,12 +87,12 @@ def _starred(value: float) -> Text:
 
 
 def draw_projection(x: Tensor, answers: dict[str, Tensor], k: float, picture: Path) -> None:
-    """Draw the three outputs as bars, and lml as a sigmoid that is shifted until its sum is k.
+    """Draw the three outputs as bars, and lml as a sigmoid that is shifted until its values sum to k.
 
     Args:
         x: The logits of one row.
         answers: The outputs of softmax, sigmoid and lml, by name.
-        k: The sum of the output of lml.
+        k: The sum of the lml output.
         picture: The PNG or SVG file to write.
     """
     # The figure is narrow and its panels are stacked, so that the text is large enough on phones.
@@ -144,7 +144,7 @@ PAPERS_OFFSET = 7.0
 
 
 def root_finding(settings: RootFindingSettings) -> None:
-    """Draw how nu is found, and print the path of the figure."""
+    """Draw the root finding for nu, and print the path of the figure."""
     draw_only(draw_root_finding, settings.out)
 
 
@@ -286,7 +286,7 @@ def _draw_lines(axes: Axes, lines: dict[str, Tensor], title: str) -> None:
 
 SLIDING_K = 3.0
 FRAMES = 26
-HOLD = 12  # frames at either end, so that both states can be read
+HOLD = 12  # frames for the pause at either end, so that both states can be read
 FRAMES_PER_SECOND = 15
 
 

@@ -1,4 +1,4 @@
-"""Figures of the scene-graph study: recall by epoch, and by type of frequency bias."""
+"""Figures for the scene-graph study: recall by epoch and by type of frequency bias."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def by_epoch(settings: SceneGraphFigureSettings) -> None:
     check_not_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
     missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
     if missing:
-        raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
+        raise BadInput(f"`--csv` names `{path}`, which has no run with the method `{missing[0]}`.")
     draw_by_epoch(rows, settings.methods, settings.out, [path])
     write_tables(page_by_epoch(rows), settings.out)
 
@@ -52,7 +52,7 @@ def by_epoch(settings: SceneGraphFigureSettings) -> None:
 def draw_by_epoch(
     rows: Sequence[RecallRecord], methods: Sequence[str], picture: Path, csv: Sequence[Path] = ()
 ) -> None:
-    """Draw the difference in recall from the first method on training and validation images.
+    """Draw each method's recall minus that of the first method, on training and validation images.
 
     Args:
         rows: The evaluations, with one set of hyperparameters per method.
@@ -80,7 +80,7 @@ def draw_by_epoch(
 def _draw_epoch_panel(
     axes: Axes, rows: Sequence[RecallRecord], reference: str, others: Sequence[str], mode: str, split: str
 ) -> list[tuple[float, str, str]]:
-    """Draw the lines of a panel, and return the last y-value, the name and the color of each line."""
+    """Draw the lines of a panel, and return each line's last y-value, name and color."""
     axes.axhline(0, color=_color(reference), linewidth=1.2)
     ends = []
     for method in others:
@@ -103,7 +103,7 @@ def _color(method: str) -> str:
 
 
 def _by_epoch(rows: Sequence[RecallRecord], method: str, split: str, measure: str) -> dict[int, float]:
-    """Return the mean recall over the seeds in percent, by epoch."""
+    """Return the recall in percent by epoch, averaged over the seeds."""
     values: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         if (row.method, row.split) == (method, split):
@@ -112,7 +112,7 @@ def _by_epoch(rows: Sequence[RecallRecord], method: str, split: str, measure: st
 
 
 def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
-    """Format the tables of the paper in Markdown, with validation and test results of the best epochs."""
+    """Format Markdown tables like those in the paper, with validation and test results of the best epochs."""
     parts = []
     heads = ["method", "seeds", *(f"{title} R@{k}" for _, title in _MODES for k in KS)]
     for split in ("validation", "test"):
@@ -130,7 +130,7 @@ def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
 
 
 def _place(method: str) -> tuple[int, str, int]:
-    """Return a sort key for the order of the paper: the baseline, softmax, then others by name and k."""
+    """Return a sort key for the paper's order: the baseline, softmax, then other methods by name and k."""
     found = find_method(method)
     if found is None or found.k is None:
         return ((FREQUENCY, "softmax").index(method) if method in (FREQUENCY, "softmax") else 2, method, 0)
@@ -200,7 +200,7 @@ def _draw_bias_panel(
         known = [one for one in biases if (method, one) in groups]
         values = [[100 * getattr(row, measure) for row in groups[method, one]] for one in known]
         axes.errorbar(
-            # Side by side, so that error bars of the same bias do not overlap.
+            # Side by side, so that error bars for the same bias do not overlap.
             [biases.index(one) + 0.16 * (place - (len(methods) - 1) / 2) for one in known],
             [mean(found) for found in values],
             [stdev(found) if len(found) > 1 else 0.0 for found in values],
@@ -221,9 +221,9 @@ def _draw_bias_panel(
 
 
 def page_by_bias(rows: Sequence[RecallRecord]) -> str:
-    """Format the Markdown tables: validation and test recall of the best epochs, and tuned learning rates."""
+    """Format Markdown tables with the validation and test recalls of the best epochs, and learning rates."""
     parts = []
-    heads = ["method", "bias", "learning rate", "seeds", "mean of the six"]
+    heads = ["method", "bias", "learning rate", "seeds", "mean of the six recalls"]
     heads += [f"{mode} R@{k}" for mode in MODES for k in KS]
     for split in ("validation", "test"):
         lines = []

@@ -1,4 +1,4 @@
-"""The settings of the figures. The docstring of each class is the help of its command."""
+"""The settings of the figures. The docstring of each class is its command's help text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ class CsvFigureSettings(FigureSettings):
     """The settings of a figure that is drawn from a CSV."""
 
     csv: Path | None = None
-    """CSV file to draw; by default the output of your own run, or the file in results/ if there is none."""
+    """CSV file to draw; by default, the output of your own run, or else the file in results/."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PolytopesSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class RootFindingSettings(FigureSettings):
-    """Draw how the threshold nu of six logits is found for k = 2, and the search intervals."""
+    """Draw the root finding for the threshold nu of six logits with k = 2, and its search intervals."""
 
     out: Path = Path("torchlml-figures/root-finding.png")
 
@@ -67,7 +67,7 @@ class SetsFigureSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class RelaxationsSettings(FigureSettings):
-    """Draw the output of five top-k relaxations at two temperatures, and their gradients."""
+    """Draw the outputs of five top-k relaxations at two temperatures, and their gradients."""
 
     out: Path = Path("torchlml-figures/which-relaxation.png")
 
@@ -78,12 +78,12 @@ class BenchmarksFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/benchmarks.png")
     csv: tuple[Path, ...] = ()
-    """CSV files of `torchlml bench layer`, `losses` and `short`; by default your own, or results/."""
+    """CSV files from `torchlml bench layer`, `losses` and `short`; by default, your own or in results/."""
 
 
 @dataclass(frozen=True)
 class BandwidthFigureSettings(CsvFigureSettings):
-    """Draw the speed of softmax and lml as a fraction of the bandwidth of copying the same data."""
+    """Draw the speed of softmax and lml as a fraction of the bandwidth of a copy of the same data."""
 
     out: Path = Path("torchlml-figures/bandwidth.png")
 
@@ -122,7 +122,7 @@ class MultilabelFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/multilabel.png")
     csv: tuple[Path, ...] = ()
-    """CSV files of `torchlml sweep multilabel`; by default from runs/multilabel-sweep or results/."""
+    """CSV files from `torchlml sweep multilabel`; by default, in runs/multilabel-sweep or results/."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class RecommendFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/recommend.png")
     csv: tuple[Path, ...] = ()
-    """CSV files of `torchlml sweep recommend`; by default from runs/recommend-sweep or results/."""
+    """CSV files from `torchlml sweep recommend`; by default, in runs/recommend-sweep or results/."""
     published: bool = False
-    """Also show published results on Gowalla with LightGCN's split; only for sweeps on these data."""
+    """Also show published results on Gowalla with LightGCN's split; use only for sweeps on these data."""
 
 
 @dataclass(frozen=True)

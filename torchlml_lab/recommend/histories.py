@@ -1,4 +1,4 @@
-"""The histories of users: read from files and split into training, validation and test."""
+"""The histories of users, read from files and split into training, validation and test data."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ SHARE = 0.2  # fraction of a user's items that is held out
 
 
 class Batch(NamedTuple):
-    """Users of a batch: their indices (R,), the items they have, and the items to find."""
+    """A batch of users: their indices (R,), the items that they have, and the items to find."""
 
     users: Tensor
     history: Tensor
@@ -32,7 +32,7 @@ class Users(Dataset[Batch]):
 
     Args:
         history: The items that the users have.
-        labels: The items to find; in training, the history itself. Users without labels are left out.
+        labels: The items to find; during training, the history itself. Users without labels are left out.
     """
 
     def __init__(self, history: Interactions, labels: Interactions) -> None:
@@ -66,7 +66,7 @@ def padded_items(have: Interactions, users: Tensor) -> Tensor:
 
 
 def some_users(have: Interactions, count: int) -> Interactions:
-    """Return the pairs of `count` random users, the same for every seed; all items are kept."""
+    """Return the pairs of `count` random users, the same ones for every seed. All item names are retained."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.zeros(len(have.users), dtype=torch.bool)
     chosen[torch.randperm(len(have.users), generator=generator)[:count]] = True
@@ -74,7 +74,7 @@ def some_users(have: Interactions, count: int) -> Interactions:
 
 
 def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Interactions, Interactions]:
-    """Hold out a fifth of the items of some users, independently of the seed of the run.
+    """Hold out a fifth of the items of some users, independently of the run's seed.
 
     Args:
         have: All pairs.
@@ -92,13 +92,12 @@ def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Int
     if latest:
         place = have.starts[have.user + 1] - 1 - torch.arange(len(have))
     else:
-        # Each pair gets a random number, and the pairs of each user with the smallest numbers are held
-        # out.
+        # Each pair gets a random number, and each user's pairs with the smallest numbers are held out.
         draw = torch.rand(len(have), generator=generator, dtype=torch.float64) + have.user
         place = torch.empty(len(have), dtype=torch.int64)
         place[draw.argsort()] = torch.arange(len(have))
         place -= have.starts[have.user]
-    most = (SHARE * have.counts).ceil().long()  # fewer than all items, for users with at least two
+    most = (SHARE * have.counts).ceil().long()  # fewer than all items for users with at least two
     aside = users[have.user] & (place < most[have.user])
     return have.keep(~aside), have.keep(aside)
 
@@ -125,20 +124,20 @@ class Data(NamedTuple):
     before_test: Interactions
     """The items that users have before the test: training items and held-out validation items."""
     everything: Interactions
-    """All pairs of `--train`."""
+    """All pairs in `--train`."""
     notes: list[str]
-    """Sentences about the files that the user should see."""
+    """Notes about the files, to be printed."""
 
     @property
     def fingerprint(self) -> int:
-        """A checksum of the names and pairs of `--train`."""
+        """A checksum of the names and pairs in `--train`."""
         have = self.everything
         names = zlib.crc32("\n".join([*have.users, "", *have.items]).encode())
         return zlib.crc32(have.item.numpy().tobytes(), zlib.crc32(have.starts.numpy().tobytes(), names))
 
     @property
     def splits(self) -> dict[str, Users]:
-        """The users of `validation`, and of `test` if there is one, with histories and items to find."""
+        """The users in `validation`, and in `test` if there is one, with histories and items to find."""
         splits = {"validation": Users(self.training, self.validation)}
         if self.test is not None:
             splits["test"] = Users(self.before_test, self.test)
@@ -156,7 +155,7 @@ def read(settings: RecommendSettings) -> Data:
         columns = " and ".join(f"`{name}`" for name in have.unused)
         notes.append(
             f"`{settings.train}`: {columns} {'is' if len(have.unused) == 1 else 'are'} not used. "
-            "`--min-rating` skips low ratings, and `--latest` validates on the latest items of each user."
+            "`--min-rating` skips low ratings, and `--latest` validates on each user's latest items."
         )
     if settings.loss is not None:
         loss_with_usual_k(settings.loss, settings.k).check_labels(len(have.items))
@@ -186,7 +185,7 @@ def read(settings: RecommendSettings) -> Data:
 def read_later(
     path: Path, option: str, settings: RecommendSettings, have: Interactions
 ) -> tuple[Interactions, list[str]]:
-    """Read the later items of users, and add notes about pairs that no model can predict."""
+    """Read users' later items, and return them with notes about skipped pairs."""
     file = read_interactions(path, option, settings.columns, settings.min_rating)
     later, users, items = align(file, have)
     notes = _notes(path, file)

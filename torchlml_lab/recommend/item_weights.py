@@ -1,7 +1,7 @@
-"""Recommenders in closed form, whose scores are sums of weights over the items of a user.
+"""Closed-form recommenders, whose scores are sums of weights over a user's items.
 
-EASE (Steck 2019) fits the weights by ridge regression. The graph filter (GF-CF, Shen et al. 2021) smooths the
-items of a user over the graph of users and items.
+EASE (Steck 2019) fits the weights by ridge regression. The graph filter (GF-CF, Shen et al. 2021) smooths
+a user's items over the graph of users and items.
 """
 
 import os
@@ -21,16 +21,19 @@ from torchlml_lab.recommend.histories import popular_items
 from torchlml_lab.recommend.settings import ClosedForm
 
 PENALTIES = (10.0, 30.0, 100.0, 300.0, 1000.0)
-"""The penalties of EASE to choose from."""
-USUAL_PENALTY = 200.0  # for large matrices, because every penalty to try costs an inversion
-MANY = 6_000  # users or items, whichever are fewer; above, one penalty is tried, and the matrix is float32
-MOST = 50_000  # users or items; above, only the most popular items have weights, as the time is cubic
-KEPT = 1_024  # weights of an item that are kept; the others are close to 0
+"""The candidate penalties for EASE."""
+USUAL_PENALTY = 200.0  # for large matrices, because trying each penalty requires a matrix inversion
+# If the smaller of the numbers of users and items exceeds this limit, only one penalty is tried, in float32.
+MANY = 6_000
+# With more items than this (for EASE, also more users), only the most popular items have weights, because
+# the time to fit EASE is cubic in this number.
+MOST = 50_000
+KEPT = 1_024  # weights stored per item; the others are close to 0
 LOW_PASS_WEIGHTS = (0.1, 0.3, 1.0)
-"""The weights of the low-pass part of the graph filter to choose from."""
-RANK = 512  # singular vectors of the low-pass part
-MOST_NUMBERS = 100_000_000  # in these vectors; more items have fewer vectors
-ROWS = 256  # the number of rows of a matrix that are processed at a time
+"""The candidate weights for the low-pass part of the graph filter."""
+RANK = 512  # the number of singular vectors in the low-pass part
+MOST_NUMBERS = 100_000_000  # the most entries in these vectors; with many items, fewer vectors are used
+ROWS = 256  # the number of matrix rows that are processed at a time
 
 
 class Scores(NamedTuple):
@@ -45,13 +48,14 @@ class Scores(NamedTuple):
 
 
 class ItemWeights(nn.Module):
-    """Scores that are sums over the items of a user: `scale * sum_i B_i` for a matrix B of items × items.
+    """A model with the scores `scale * sum_i B_i`, where i runs over a user's items and B is items × items.
 
     Args:
         items: The number of items.
 
-    Each row of B has only its `KEPT` largest entries, so that a model of 40,000 items needs 0.3 GB instead of
-    6.4 GB. It scores any history, including those of users who are not in the training data.
+    Only the `KEPT` largest entries of each row of B are stored, so that a model with 40,000 items needs
+    0.3 GB instead of 6.4 GB. The model scores any history, including those of users who are not in the
+    training data.
     """
 
     def __init__(self, items: int) -> None:
@@ -62,7 +66,7 @@ class ItemWeights(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, users: Tensor, history: Tensor) -> Scores:
-        """Return the scores of histories (R, L), padded with `PADDING`; `users` is not used."""
+        """Return the scores for histories (R, L), padded with `PADDING`; `users` is not used."""
         there = history != PADDING
         items, n = history[there], len(self.weight)
         places = there.nonzero()[:, :1] * n + self.get_buffer("places")[items]
@@ -72,10 +76,10 @@ class ItemWeights(nn.Module):
 
     @torch.no_grad()
     def set_weights(self, chosen: Tensor, blocks: Iterable[Tensor]) -> None:
-        """Keep the largest entries of a matrix of the chosen items × the chosen items.
+        """Store the largest entries of each row of a matrix over the chosen items.
 
         Args:
-            chosen: The items, in ascending order. All others have no weights.
+            chosen: The items, in ascending order. All other items have no weights.
             blocks: The rows of the matrix, `ROWS` at a time.
         """
         kept = min(len(chosen), self.weight.shape[1])
@@ -86,14 +90,14 @@ class ItemWeights(nn.Module):
 
 
 def pair_matrix(have: Interactions, chosen: Tensor) -> Any:
-    """Return the sparse matrix of users × chosen items, with 1 for each pair, without users without items."""
+    """Return a sparse users × chosen items matrix with 1 for each pair. Users without items are omitted."""
     ones, shape = np.ones(len(have), dtype=np.float32), (len(have.users), len(have.items))
     matrix = scipy.sparse.csr_array((ones, have.item.numpy(), have.starts.numpy()), shape)
     return matrix[(have.counts > 0).numpy()][:, chosen.numpy()]
 
 
 def products(rows: Any, dtype: torch.dtype) -> Tensor:
-    """Return the products of all pairs of rows of a sparse matrix, as a dense matrix."""
+    """Return the inner products of all pairs of rows of a sparse matrix, as a dense matrix."""
     count, columns = rows.shape[0], rows.T.tocsr()
     total = torch.empty(count, count, dtype=dtype)
     for start in range(0, count, ROWS):
@@ -102,7 +106,7 @@ def products(rows: Any, dtype: torch.dtype) -> Tensor:
 
 
 def inverse(matrix: Tensor, penalty: float) -> Tensor:
-    """Overwrite a symmetric matrix M with `(M + penalty I)⁻¹`, from a Cholesky factorization."""
+    """Overwrite a symmetric matrix M with `(M + penalty * I)⁻¹`, using a Cholesky factorization."""
     matrix.diagonal().add_(penalty)
     columns = matrix.mT  # column-major, so LAPACK overwrites the matrix without a copy
     torch.linalg.cholesky(columns, out=columns)
@@ -111,7 +115,7 @@ def inverse(matrix: Tensor, penalty: float) -> Tensor:
 
 
 def item_weights(pairs: Any, small: Tensor, penalty: float) -> Iterator[Tensor]:
-    """Solve `min |X - X B|² + penalty |B|²` over matrices B with a zero diagonal.
+    """Minimize `|X - X B|² + penalty * |B|²` over matrices B with a zero diagonal.
 
     Args:
         pairs: X, a sparse matrix of users × items.
@@ -120,8 +124,8 @@ def item_weights(pairs: Any, small: Tensor, penalty: float) -> Iterator[Tensor]:
 
     Yields:
         `ROWS` rows of B at a time: `B_ij = S_ij / (1 - S_jj)` off the diagonal, where
-        `S = Xᵀ (X Xᵀ + penalty I)⁻¹ X = I - penalty (Xᵀ X + penalty I)⁻¹`. The smaller of the two matrices is
-        inverted.
+        `S = Xᵀ (X Xᵀ + penalty * I)⁻¹ X = I - penalty * (Xᵀ X + penalty * I)⁻¹`. The smaller of the two
+        matrices is inverted.
     """
     found = inverse(small, penalty)
     users, items = pairs.shape
@@ -148,7 +152,7 @@ def fit_ease(
 
     Args:
         have: The training pairs.
-        penalty: The penalty. None chooses the best one.
+        penalty: The penalty. None selects the best of `PENALTIES`, or `USUAL_PENALTY` for large matrices.
         recall: A metric on validation users, higher for better models.
 
     Returns:
@@ -186,8 +190,8 @@ def fit_graph_filter(have: Interactions, recall: Callable[[ItemWeights], float])
         The model and the best weight w of its low-pass part among `LOW_PASS_WEIGHTS`. Let X be the matrix of
         pairs, and D and E the diagonal matrices with the numbers of items per user and of users per item.
         With `N = D^(-1/2) X E^(-1/2)` and the leading right singular vectors V of N, the model is
-        `B = Nᵀ N + w E^(-1/2) V Vᵀ E^(1/2)`. A model that does not fit in memory raises `BadInput` before
-        any work.
+        `B = Nᵀ N + w * E^(-1/2) V Vᵀ E^(1/2)`. A model that does not fit in memory raises `BadInput` before
+        any computation.
     """
     items = len(have.items)
     check_memory("graph-filter", int((have.counts > 0).sum()), items)
@@ -232,18 +236,19 @@ def leading_vectors(matrix: Any) -> np.ndarray:
 
 
 def memory_needed(model: ClosedForm, users: int, items: int) -> int:
-    """Return the bytes that fitting a model needs, including the model."""
+    """Return the number of bytes needed to fit a model, including the model itself."""
     weights = 8 * items * min(items, KEPT)
     if model == "graph-filter":
         # Singular vectors, twice as many Lanczos vectors, and the two factors of the low-pass part.
         return weights + 4 * 5 * min(items * RANK, MOST_NUMBERS)
-    # EASE: a matrix of the smaller number. Up to `MANY`, it is float64, and each penalty has its own copy.
+    # EASE: a square matrix over users or items, whichever are fewer. Up to `MANY`, it is float64 and copied
+    # for each penalty.
     size = min(users, items, MOST)
     return weights + size**2 * (2 * 8 if size <= MANY else 4)
 
 
 def memory_available() -> int:
-    """Return the bytes that new processes can use, or the total memory if the system does not report them."""
+    """Return the available memory in bytes, or the total memory if the system does not report it."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
@@ -257,7 +262,7 @@ def memory_available() -> int:
 
 
 def check_memory(model: ClosedForm, users: int, items: int) -> None:
-    """Raise `BadInput` if a model does not fit in memory."""
+    """Raise `BadInput` if fitting a model needs more memory than is available."""
     needed, available = memory_needed(model, users, items), memory_available()
     if needed > available:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""The networks that score items for users, and trained runs loaded from disk."""
+"""Networks that score items for users, and loading of trained runs."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from torchlml_lab.recommend.settings import ClosedForm, RecommendSettings
 
 
 class Factors(NamedTuple):
-    """The scores of users for all items, as the factors of a linear layer."""
+    """The inputs, weights and biases of the linear layer that computes each user's scores for all items."""
 
     hidden: Tensor
     """(R, d), one vector per user."""
@@ -39,7 +39,7 @@ class Factors(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The bipartite graph of users and items, in the order of users and in the order of items.
+    """The bipartite graph of users and items, stored in the order of users and in the order of items.
 
     The weight of a pair is `1 / sqrt(items of the user * users of the item)`.
     """
@@ -62,7 +62,7 @@ def graph(have: Interactions) -> Graph:
 
 
 class _Propagation(torch.autograd.Function):
-    """The mean of the vectors over the layers. The matrix is symmetric, so backward is the same function."""
+    """`propagate` with its gradient. The matrix is symmetric, so the backward pass is the same function."""
 
     @staticmethod
     def forward(ctx: Any, user: Tensor, item: Tensor, pairs: Graph, layers: int) -> tuple[Tensor, Tensor]:
@@ -103,19 +103,19 @@ def _weighted_sums(vectors: Tensor, places: Tensor, starts: Tensor, weights: Ten
 
 
 class MatrixFactorization(nn.Module):
-    """Matrix factorization: vectors for users and items, whose cosine divided by a temperature is the score.
+    """Matrix factorization: a score is the cosine of a user and an item vector, divided by a temperature.
 
     Args:
         users: The number of users.
         items: The number of items.
         dimension: The dimension of the vectors.
-        temperature: Positive; published models use about 0.1.
+        temperature: The temperature, greater than 0. Published models use about 0.1.
         level: The initial value added to all scores: the log-odds of a random item. It does not affect lml
-            and softmax, but bce would need at least an epoch to learn it.
+            and softmax, but without it bce would take at least an epoch to learn the level.
         pairs: The graph of the training data, for `layers`.
         layers: The number of graph layers, as in LightGCN.
 
-    With layers, it also scores new users: their vector is the sum of the messages from their items.
+    With graph layers, the model also scores new users: their vector is the sum of their items' messages.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class MatrixFactorization(nn.Module):
         self.final: tuple[Tensor, Tensor] | None = None
 
     def train(self, mode: bool = True) -> "MatrixFactorization":
-        """Set the mode. Evaluation without gradients computes the vectors once per call of this method."""
+        """Set the mode, and discard the vectors that were cached during evaluation without gradients."""
         self.final = None
         return super().train(mode)
 
@@ -158,7 +158,7 @@ class MatrixFactorization(nn.Module):
         return Graph(*(self.get_buffer(f"graph_{name}") for name in Graph._fields))
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
-        """Return the factors of users by index (R,). A new user has index -1 and only a `history`."""
+        """Return the factors for users by index (R,). A new user has index -1 and only a `history`."""
         user, item = self.vectors()
         hidden = user[users.clamp(min=0)]
         if (users < 0).any():
@@ -166,7 +166,7 @@ class MatrixFactorization(nn.Module):
         return Factors(hidden / self.temperature, item, self.level.expand(len(item)))
 
     def _new_users(self, history: Tensor) -> Tensor:
-        """Return the vectors of users who are not in the graph. Without layers, they are 0."""
+        """Return the vectors of users who are not in the graph. Without graph layers, the vectors are 0."""
         if not self.layers:
             return self.user.new_zeros(len(history), self.user.shape[1])
         pairs = self._graph()
@@ -184,10 +184,10 @@ class Autoencoder(nn.Module):
     Args:
         items: The number of items.
         dimension: The size of the hidden layer.
-        dropout: The share of a user's items that is dropped from the input in training.
+        dropout: The share of a user's items that is dropped from the input during training.
         level: The initial value of all scores, as for `MatrixFactorization`.
 
-    It encodes any history, including those of users who are not in the training data.
+    The model scores any history, including those of users who are not in the training data.
     """
 
     def __init__(self, items: int, dimension: int, dropout: float, level: float) -> None:
@@ -201,7 +201,7 @@ class Autoencoder(nn.Module):
         self.decoder_bias = nn.Parameter(torch.full((items,), level))
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
-        """Return the factors of histories (R, L), padded with `PADDING`. `users` is not used."""
+        """Return the factors for histories (R, L), padded with `PADDING`. `users` is not used."""
         there = history != PADDING
         counts = there.sum(-1)
         starts = counts.cumsum(0) - counts
@@ -216,7 +216,7 @@ class Mixture(nn.Module):
 
     Args:
         models: The models by name.
-        factors: The factor of each of them.
+        factors: The factor for each model, by name.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], factors: Mapping[str, float]) -> None:
@@ -225,7 +225,7 @@ class Mixture(nn.Module):
         self.factors = dict(factors)
 
     def forward(self, users: Tensor, history: Tensor) -> Scores:
-        """Return the scores of users by index (R,), with -1 for new users, and of their histories (R, L)."""
+        """Return the scores for users by index (R,), with -1 for new users, and their histories (R, L)."""
         parts = (
             self.factors[name] * model(users, history).scores().float() for name, model in self.models.items()
         )
@@ -236,7 +236,7 @@ class Mixture(nn.Module):
 
 
 def scores_new_users(model: nn.Module) -> bool:
-    """Whether a model scores users from their items, including users who are not in the training data."""
+    """Whether a model can score users who are not in the training data, from their items."""
     if isinstance(model, Mixture):
         return any(map(scores_new_users, model.models.children()))
     return not isinstance(model, MatrixFactorization) or model.layers > 0
@@ -251,9 +251,9 @@ class Choice:
     """The models of a run with `--model auto` and their weights in the mixture."""
 
     weights: dict[str, float]
-    """The weights on a common scale, which sum to 1."""
+    """The weight of each model after rescaling the scores to a common scale. The weights sum to 1."""
     factors: dict[str, float]
-    """The factors of the scores."""
+    """The factor by which each model's scores are multiplied."""
 
     def in_words(self) -> str:
         """Return a sentence that names the models."""
@@ -282,7 +282,7 @@ def network(settings: RecommendSettings, data: Data) -> nn.Module:
 
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""The weights of a model to choose from."""
+"""The candidate weights for each model."""
 
 
 def _given(scores: Tensor, _: Batch) -> Tensor:
@@ -290,7 +290,7 @@ def _given(scores: Tensor, _: Batch) -> Tensor:
 
 
 def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice:
-    """Choose the weights of models by a metric on users with held-out items.
+    """Choose the weights of the models by a metric on users with held-out items.
 
     Args:
         models: The trained models by name.
@@ -298,9 +298,9 @@ def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice
         metric: The metric, such as `recall@20`.
 
     Returns:
-        The weights, in steps of a quarter, without models whose weight is 0. First the scores of each model
-        are multiplied by the factor that makes the held-out items most likely under a softmax, so that the
-        scores of different models are comparable. With equal metrics, fewer models are better.
+        The weights, in steps of a quarter, without models whose weight is 0. Before that, the scores of each
+        model are multiplied by the factor that makes the held-out items most likely under a softmax, so that
+        the scores of different models are comparable. If metrics are equal, fewer models are preferred.
     """
     scales = {name: fit_scale(of_network(model), users) for name, model in models.items()}
     weights = [one for one in product(SHARES, repeat=len(models)) if math.isclose(sum(one), 1.0)]
@@ -308,7 +308,7 @@ def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice
 
     ks = (int(metric.partition("@")[2]),)
     values = [0.0] * len(weights)
-    # Metrics are means over users, so those of the parts add up. The models score every part only once.
+    # Metrics are means over users, so they are weighted sums over the parts. The models score each part once.
     for batch in users.batches(ROWS):
         for part in split(batch, ROWS):
             scores = torch.stack(
@@ -341,10 +341,10 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
     Args:
         run: The run directory.
         moved: The current paths of `train` and `test`, or None if they have not moved.
-        with_test: Whether to read the test file; otherwise it may be missing.
+        with_test: Whether to read the test file. If False, the file may be missing.
 
     Returns:
-        The run. Missing data, or data that differ from those in training, raise `BadInput`.
+        The run. Missing data, or data that differ from the training data, raise `BadInput`.
     """
     settings = run_directory.read_moved(RecommendSettings, run, moved)
     if settings.model == "auto":
@@ -354,7 +354,7 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
         choice: Choice | None = read_record(run / CHOICE, Choice)
     else:
         choice = None
-        run_directory.find_best_epoch(EXPERIMENT, run)  # raises before the data are read
+        run_directory.find_best_epoch(EXPERIMENT, run)  # raises for an invalid run before the data are read
     data = read(settings if with_test or settings.test is None else dataclasses.replace(settings, test=None))
     if choice is None:
         model, epoch = load_network(run, settings, data)
@@ -363,7 +363,7 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
 
 
 def load_network(run: Path, settings: RecommendSettings, data: Data) -> tuple[nn.Module, int]:
-    """Return the network of the best epoch of a run, and that epoch."""
+    """Return the network from a run's best epoch, and that epoch."""
     best = run_directory.find_best_epoch(EXPERIMENT, run)
     model = network(settings, data)
     best.load(model)

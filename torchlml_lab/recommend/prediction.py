@@ -1,4 +1,4 @@
-"""`torchlml predict RUN` for recommendation: the top new items of users, with their probabilities."""
+"""`torchlml predict RUN` for recommendation: each user's top new items with their probabilities."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ class Person(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """The items of a user, best first. Without probabilities, they are the most popular items."""
+    """The items for a user, best first. If `probabilities` is None, they are the most popular items."""
 
     user: str
     items: list[str]
@@ -69,10 +69,10 @@ def main(settings: PredictSettings) -> None:
             table.add_row(one.user, _cell(one))
         console.print(table)
     if settings.out is not None:
-        said = f"The recommendations of {len(people)} users are in {settings.out}."
+        said = f"The recommendations for {len(people)} users are in {settings.out}."
         console.print(said, soft_wrap=True, highlight=False)
     elif len(people) > SHOWN:
-        said = f"{len(people) - SHOWN} more users: `--out FILE.csv` writes all of them."
+        said = f"{len(people) - SHOWN} more users are not shown. Use `--out FILE.csv` to write all of them."
         console.print(said, highlight=False)
 
 
@@ -109,7 +109,7 @@ def find_people(settings: PredictSettings, trained: TrainedRecommender) -> tuple
 
 
 def _known_items(file: Interactions, have: Interactions) -> tuple[dict[str, Tensor], int]:
-    """Return the items of each user in a file as indices into other data, and the number of unknown items."""
+    """Return each user's items in a file as indices into `have.items`, and the number of unknown items."""
     number = {name: place for place, name in enumerate(have.items)}
     item = torch.tensor([number.get(name, -1) for name in file.items])
     lists = item[file.item].split(file.counts.tolist())
@@ -118,7 +118,7 @@ def _known_items(file: Interactions, have: Interactions) -> tuple[dict[str, Tens
 
 
 def known(person: Person, trained: TrainedRecommender) -> bool:
-    """Whether the model can score a user: it needs training items, or items that it can start from."""
+    """Whether the model can score a user, from training items or (if it scores new users) from any items."""
     return _trained_on(person, trained) or (len(person.items) > 0 and scores_new_users(trained.model))
 
 
@@ -130,12 +130,12 @@ def _trained_on(person: Person, trained: TrainedRecommender) -> bool:
 def recommendations(
     trained: TrainedRecommender, people: Sequence[Person], top: int
 ) -> Iterator[Recommendation]:
-    """Compute the recommendations of each user in order, in chunks of users.
+    """Compute the recommendations for all users in order, in chunks of users.
 
     Args:
         trained: The run.
         people: The users.
-        top: The number of items for each user; users with fewer new items get all of these.
+        top: The number of items per user. A user with fewer new items gets all of them.
 
     Yields:
         One recommendation per user.

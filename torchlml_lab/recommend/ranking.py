@@ -1,4 +1,4 @@
-"""Rankings of all items: ranking metrics and calibrated probabilities."""
+"""Rankings of all items, ranking metrics and calibrated probabilities."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class RankedItems(NamedTuple):
     """The inputs of a ranking metric: the top items of each user, and the labels ranked below them."""
 
     scores: Tensor
-    """(R, most + L), the negative rank; all labels below the top items share the next rank."""
+    """(R, most + L), the negative ranks; all labels below the top items share the next rank."""
     is_label: Tensor
     there: Tensor
 
@@ -36,7 +36,7 @@ def without(scores: Tensor, history: Tensor) -> Tensor:
 
 
 def rank(scores: Tensor, labels: Tensor, most: int) -> RankedItems:
-    """Reduce each row to the entries that metrics at k up to `most` need.
+    """Reduce each row to the entries that are needed for metrics at k up to `most`.
 
     Args:
         scores: (R, n), minus infinity for items that cannot be recommended.
@@ -68,7 +68,7 @@ def measures(
     Args:
         score: Computes the scores (R, n) of all items for a batch.
         batches: The users with their histories and the items to find.
-        accelerator: Gathers the rows of all processes; None if this process has all of them.
+        accelerator: Gathers the rows from all processes. None means that this process has all rows.
         ks: The numbers of recommended items.
 
     Returns:
@@ -94,12 +94,12 @@ def measures(
 
 
 def of_network(network: nn.Module) -> Callable[[Batch], Tensor]:
-    """Return the `score` argument of `measures` for a network that returns `Factors`."""
+    """Return the `score` argument of `measures` for a network that returns `Factors` or `Scores`."""
     return lambda batch: network(batch.users, batch.history).scores()
 
 
 def split(batch: Batch, rows: int) -> list[Batch]:
-    """Split a batch into parts of at most `rows` users, each padded only to its own longest list."""
+    """Split a batch into parts of at most `rows` users, each padded to the length of its longest list."""
     parts = []
     for users, history, labels in zip(*(t.split(rows) for t in batch), strict=True):
         parts.append(Batch(users, _narrow(history), _narrow(labels)))
@@ -108,7 +108,7 @@ def split(batch: Batch, rows: int) -> list[Batch]:
 
 def _narrow(items: Tensor) -> Tensor:
     there = (items != PADDING).any(0)
-    return items[:, : int(there.sum())]  # the padding is on the right, so these are the first columns
+    return items[:, : int(there.sum())]  # the padding is on the right, so the first columns are kept
 
 
 def _widen(rows: Tensor, width: int) -> Tensor:
@@ -123,10 +123,10 @@ def probabilities(scores: Tensor, k: float) -> Tensor:
 
     Args:
         scores: (R, n), minus infinity for the items that a user has.
-        k: The number of items. A user with fewer new items gets probability 1 for all of them.
+        k: The number of items. If a user has fewer new items, all of them get probability 1.
 
     Returns:
-        (R, n), with rows that sum to k, and 0 for the items that the user has.
+        (R, n), with rows that sum to k (or to the number of new items), and 0 for items that the user has.
     """
     new = scores > -torch.inf
     count = new.sum(-1)
@@ -145,11 +145,11 @@ def calibration(
     Args:
         score: Computes the scores (R, n) of all items for a batch.
         batches: The users with their histories and their later items.
-        k: The mean number of later items per user, which the probabilities of all items sum to.
+        k: The mean number of later items per user. The probabilities of all items sum to k.
 
     Returns:
-        For equally large bins of items with similar probabilities: the mean probability, and the share of
-        items that the user later chose.
+        The mean probability and the share of items that the user later chose, for bins of equally many items
+        with similar probabilities.
     """
     chances, taken = [], []
     for batch in batches:
@@ -171,14 +171,15 @@ MOST_USERS = 512
 
 
 def fit_scale(score: Callable[[Batch], Tensor], users: Users) -> float:
-    """Find the factor of the scores that maximizes the likelihood of the held-out items under a softmax.
+    """Find the factor for the scores that maximizes the likelihood of the held-out items under a softmax.
 
     Args:
         score: Computes the scores (R, n) of all items for a batch.
         users: Users with their histories and held-out items. At most `MOST_USERS` of them are used.
 
     Returns:
-        The factor, from 2⁻¹⁰ to 2¹⁰. The likelihood is concave in it, so a ternary search finds the maximum.
+        The factor, from 2⁻¹⁰ to 2¹⁰. The log-likelihood is concave in it, so a ternary search finds the
+        maximum.
     """
     some = users.__getitems__(list(range(min(MOST_USERS, len(users)))))
     scores = torch.cat([without(score(part).float(), part.history) for part in split(some, ROWS)])

@@ -27,33 +27,33 @@ class RecommendSettings(TrainSettings):
     train: Path | None = None
     """Users and items: lines `user item item ...`, CSV or TSV of pairs, or RecBole .inter; plain or .gz."""
     test: Path | None = None
-    """Later items of the users, in any of these formats; without them, validation metrics are reported."""
+    """Later items of the users, in any format of `--train`; without them, validation metrics are reported."""
     columns: tuple[str, str] | None = None
     """The user and item columns of CSV, TSV and .inter; by default those named user and item."""
     min_rating: float | None = None
-    """Skip pairs with a lower rating in the column `rating`; by default every pair counts."""
+    """Skip pairs whose value in the column `rating` is lower than this; by default, every pair counts."""
     latest: bool = False
-    """Validate on the latest items of each user, by the column `timestamp` of a table or in the order of a
-    line; by default on random ones."""
+    """Validate on each user's latest items, according to the column `timestamp` of a table or the order in a
+    line; by default, on random items."""
     model: Model = "auto"
-    """ease: a linear model of the user's items in closed form. graph-filter: the user's items smoothed over
-    the graph of users and items. autoencoder: a network of the user's items. matrix-factorization: a vector
-    for every user and item, compared by cosine. auto: all four, combined with weights that are chosen on the
-    validation users."""
+    """ease: a closed-form linear model of the user's items. graph-filter: the user's items smoothed over the
+    graph of users and items. autoencoder: a network that maps the user's items to scores.
+    matrix-factorization: a vector for every user and item, compared by cosine. auto: all four, combined with
+    weights that are chosen on the validation users."""
     loss: AnyLossName | None = None
     """The loss over all items: lml, softmax, bce, truncated-entropy or topk-softmax; by default lml, or bce
     for matrix factorization without graph layers."""
     k: int | PerRow | None = None
-    """The number of items to predict. For lml, `labels` (the default) uses the number of items of each user.
-    For truncated-entropy the default is 1, and for topk-softmax 20."""
+    """The number of items to predict. For lml, `labels` (the default) uses each user's number of items. The
+    default is 1 for truncated-entropy and 20 for topk-softmax."""
     layers: int = 0
-    """The number of graph layers of matrix factorization, as in LightGCN, which has three; 0 for none."""
+    """The number of graph layers for matrix factorization, as in LightGCN, which has three; 0 means none."""
     dimension: int = 64
     """The size of the hidden layer or of the vectors."""
     temperature: float = 0.1
     """The temperature that divides the cosines of matrix factorization, greater than 0."""
     dropout: float = 0.4
-    """The share of a user's items hidden from the autoencoder in training, at least 0 and less than 1."""
+    """The share of a user's items hidden from the autoencoder during training, at least 0 and less than 1."""
     penalty: float | None = None
     """The L2 penalty of ease, greater than 0; by default the best of several on validation users."""
     epochs: int = 100
@@ -61,15 +61,15 @@ class RecommendSettings(TrainSettings):
     patience: int = 5
     """Stop after this many epochs without improvement."""
     batch_size: int = 0
-    """Users per step over all processes, a multiple of the number of processes; 0 means 128, or 512 with
-    graph layers, or fewer for matrix factorization with few users."""
+    """The number of users per step over all processes, a multiple of the number of processes. 0 means 128, or
+    512 with graph layers, or less for matrix factorization with few users."""
     learning_rate: float = 0.0
     """The learning rate of Adam; 0 means 0.006 for autoencoders and 0.02 for matrix factorization."""
     validation: int | None = None
-    """The number of users with held-out items for validation; by default a tenth, at least 100 and at most
-    3000."""
+    """The number of users with held-out items for validation. By default, a tenth of the users with several
+    items, at most 3000 and at least 100 (or a quarter of these users, if that is fewer)."""
     users: int | None = None
-    """Use only this many users, the same for every seed, for example for tuning; by default all."""
+    """Use only this many random users, the same for every seed, for example for tuning; by default, all."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class EvaluateSettings:
     split: Literal["validation", "test"] | None = None
     """The items to find: held-out validation items, or the items of `--test` (the default if available)."""
     data: Path | None = None
-    """A file of later items to use instead of a split, in any format of `--train`."""
+    """A file with later items to use instead of a split, in any format of `--train`."""
     out: Path | None = None
-    """The directory for `report.png` (recall against k, and calibration); by default the run."""
+    """The directory for `report.png` (recall against k, and calibration); by default, the run directory."""
     train: Path | None = None
     """The training data, if they have moved."""
     test: Path | None = None
@@ -103,20 +103,20 @@ class PredictSettings:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""
     users: tuple[str, ...] = ()
-    """The users, by their names in the training data; by default those of `--data`, or all."""
+    """The names of the users; by default, the users in `--data`, or all users without `--data`."""
     data: Path | None = None
-    """More items of users, who may be new, in any format of `--train`."""
+    """A file with more items of users, who may be new, in any format of `--train`."""
     top: int = 5
     """The number of items per user."""
     out: Path | None = None
-    """The file for the recommendations of all users: CSV, or JSON lines if it ends in .jsonl."""
+    """The file for the recommendations for all users: CSV, or JSON lines if its name ends in .jsonl."""
     train: Path | None = None
     """The training data, if they have moved."""
 
 
 @dataclass(frozen=True)
 class SweepSettings(GridSettings):
-    """Run all combinations of models, losses, seeds and tuned settings that are not finished."""
+    """Run all unfinished combinations of models, losses, seeds and tuned settings."""
 
     out: Path = Path("runs/recommend-sweep")
     models: tuple[Model, ...] = ("autoencoder", "matrix-factorization")
@@ -125,18 +125,18 @@ class SweepSettings(GridSettings):
     """The losses: softmax, bce, lml-K, lml-labels (K is each user's number of items), truncated-entropy-K,
     topk-softmax-K."""
     layer_counts: tuple[int, ...] = (0, 3)
-    """The numbers of graph layers of matrix factorization."""
+    """The numbers of graph layers for matrix factorization."""
     temperatures: tuple[float, ...] = ()
     """The temperatures to try for matrix factorization; by default `--run.temperature`."""
     dropouts: tuple[float, ...] = ()
     """The dropouts to try for the autoencoder; by default `--run.dropout`."""
     run: RecommendSettings = field(default_factory=RecommendSettings)
-    """Settings shared by all runs, as for `torchlml train recommend`."""
+    """The settings shared by all runs, as for `torchlml train recommend`."""
 
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps of all losses in alternation on the same users, with the settings of a run."""
+    """Time training steps with a run's settings, alternating between the losses on the same users."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""

@@ -1,4 +1,4 @@
-"""`torchlml sweep recommend`: models x losses x seeds, and the table of results."""
+"""`torchlml sweep recommend`: run all models, losses and seeds, and tabulate the results."""
 
 import dataclasses
 import math
@@ -26,13 +26,13 @@ from torchlml_lab.recommend.training import WITHOUT_LOSS, check, completed, loss
 
 @dataclass(frozen=True)
 class RankingRecord:
-    """One run: its settings, and the metrics of the epoch chosen on validation."""
+    """The settings of a run, and its metrics at the epoch chosen on validation."""
 
     model: str
     layers: int
-    """The graph layers of matrix factorization; 0 for other models."""
+    """The number of graph layers for matrix factorization; 0 for models that do not use it."""
     loss: str
-    """The loss with its k, such as `lml-20`, or `own` for models that are not trained with one loss."""
+    """The loss and its k, such as `lml-20`, or `own` for models that are not trained with a single loss."""
     users: int
     """The number of training users."""
     seed: int
@@ -78,7 +78,7 @@ class Method(NamedTuple):
         return f"{self.model}{layers}_{self.loss}"
 
 
-OWN = "own"  # the loss of models that are not trained with one loss
+OWN = "own"  # the loss name for models that are not trained with a single loss
 
 
 TABLE = StudyTable(
@@ -89,7 +89,7 @@ TABLE = StudyTable(
 def best_recipes(
     rows: Sequence[RankingRecord], methods: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """Find the (learning rate, temperature, dropout) of each method with the best mean validation Recall@20.
+    """Find each method's (learning rate, temperature, dropout) with the best mean validation Recall@20.
 
     `methods` contains names as returned by `RankingRecord.method`.
     """
@@ -97,14 +97,14 @@ def best_recipes(
     return output.best_recipes(tried, methods, path, "method", "recipe", "users and seeds")
 
 
-# The sweep sets these options of a run itself.
+# The options of a run that the sweep sets itself.
 _CHOSEN = ("out", "resume", "model", "layers", "loss", "k", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run all combinations that are not finished."""
+    """Run all unfinished combinations."""
     runs = grid(settings)
-    users = int((read(settings.run).training.counts > 0).sum())  # raises for a bad file before any run starts
+    users = int((read(settings.run).training.counts > 0).sum())  # raises for an invalid file before any run
 
     def rows(one: RecommendSettings, done: dict[str, Any]) -> list[RankingRecord]:
         return [record(one, done, users)]
@@ -121,7 +121,7 @@ def grid(settings: SweepSettings) -> list[RecommendSettings]:
 def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
     methods = list(_methods(settings))
     recipes = _recipes(settings, methods)
-    # The seed varies slowest, so that a sweep stopped early still has every model and loss.
+    # The seed varies slowest, so that a sweep stopped early still covers every model and loss.
     for seed, (model, method) in product(settings.seeds, methods):
         for rate, temperature, dropout in recipes[method]:
             one = dataclasses.replace(settings.run, model=model, layers=method.layers, seed=seed)
@@ -173,7 +173,7 @@ def _recipes(
 def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> RankingRecord:
     """Return the record of a finished run."""
     validation = result["validation"]
-    test = result["test"] or dict.fromkeys(validation, math.nan)  # tuning runs have no test
+    test = result["test"] or dict.fromkeys(validation, math.nan)  # tuning runs have no test results
     return RankingRecord(
         model=settings.model,
         layers=settings.layers if settings.model in ("auto", "matrix-factorization") else 0,
@@ -216,7 +216,7 @@ def _run_one(settings: RecommendSettings) -> dict[str, Any]:
 
 
 def _tables(rows: Sequence[RankingRecord]) -> Group:
-    """Tabulate the means and standard deviations of the metrics over the seeds, for each model."""
+    """Tabulate the means and standard deviations of the metrics over the seeds, with one table per model."""
     models = sorted({row.model for row in rows})
     return Group(*(_table(model, [row for row in rows if row.model == model]) for model in models))
 
@@ -226,7 +226,7 @@ def _table(model: str, rows: Sequence[RankingRecord]) -> Table:
     for row in rows:
         groups[row.loss, row.layers, row.recipe].append(row)
     heads = ("loss", "layers", "lr", "temp", "drop", "seeds", "val R@20", "test R@20", "nDCG@20")
-    output = plain_table(f"{model}: in %, mean±standard deviation over the seeds", heads)
+    output = plain_table(f"{model}: metrics in % (mean±standard deviation over the seeds)", heads)
     for (loss, layers, recipe), group in sorted(groups.items()):
         cells = [
             spread([getattr(row, name) for row in group])

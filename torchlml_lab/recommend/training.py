@@ -55,7 +55,7 @@ WITHOUT_LOSS = ("auto", *CLOSED_FORM)
 
 
 class Recipe(NamedTuple):
-    """The defaults of a model for settings that are not given."""
+    """A model's defaults for settings that are not given."""
 
     loss: AnyLossName
     batch_size: int
@@ -63,7 +63,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES: dict[str, Recipe] = {
-    # Of these two, only the batch size is used, for the evaluation.
+    # For these two models, only the batch size is used, in evaluation.
     "ease": Recipe("softmax", 128, 1.0),
     "graph-filter": Recipe("softmax", 128, 1.0),
     "autoencoder": Recipe("lml", 128, 0.006),
@@ -113,7 +113,7 @@ def completed(settings: RecommendSettings, users: int | None = None) -> Recommen
 
 
 def loss_of(settings: RecommendSettings) -> LabelLoss:
-    """Return the loss of a run of one model."""
+    """Return the loss for a run with a single model."""
     name = completed(settings).loss
     assert name is not None
     return loss_with_usual_k(name, settings.k)
@@ -130,7 +130,7 @@ def train_all(
         console: The console for progress and results.
 
     Returns:
-        The content of `result.json`, as for a single model. `seconds` is the sum over all candidates.
+        The content of `result.json`, as for a single model. `seconds` is the total over all candidates.
     """
     folder = RunFolder(settings.resume or settings.out, EXPERIMENT)
     main = PartialState(cpu=settings.cpu).is_main_process
@@ -168,13 +168,13 @@ def train_all(
 
 
 def _lacks_memory(name: Candidate, training: Interactions) -> str | None:
-    """Describe how much memory a model lacks, as a clause that ends a sentence; None if it fits."""
+    """Return a clause that says how much memory a model needs, or None if it fits."""
     if name not in CLOSED_FORM:
         return None
     needed = item_weights.memory_needed(name, int((training.counts > 0).sum()), len(training.items))
     available = item_weights.memory_available()
     if needed > available:
-        return f"it needs {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} GB are available"
+        return f"it needs {needed / 1e9:,.1f} GB of memory, but {available / 1e9:,.1f} GB are available"
     return None
 
 
@@ -231,16 +231,17 @@ def _introduction(settings: RecommendSettings, data: Data) -> list[str]:
     training = data.training
     users = int((training.counts > 0).sum())
     said = (
-        f"{users} training users with {len(training) / users:.1f} of {len(training.items)} items on average; "
-        f"{len(data.validation)} items of {len(data.splits['validation'])} users held out for validation."
+        f"The {users} training users have {len(training) / users:.1f} of {len(training.items)} items on "
+        f"average. {len(data.validation)} items of {len(data.splits['validation'])} users are held out for "
+        "validation."
     )
     if settings.model in ("autoencoder", "matrix-factorization"):
-        said += f" Training with the loss `{loss_of(settings)}`."
+        said += f" The loss is `{loss_of(settings)}`."
     return [*data.notes, said]
 
 
 def task(settings: RecommendSettings, data: Data) -> Task:
-    """Build the task of one run. Set the seed before the call, because it initializes the network."""
+    """Build the task of one run. This initializes the network, so set the random seed before the call."""
     settings = completed(settings)
     model = network(settings, data)
     fitted = _fit(model, settings, data) if settings.model in CLOSED_FORM else None
@@ -272,7 +273,7 @@ def batch_loss(loss: LabelLoss, network: nn.Module, batch: Batch) -> Tensor:
 
 
 def _fit(model: nn.Module, settings: RecommendSettings, data: Data) -> float:
-    """Fit a model in closed form, and return the seconds it took."""
+    """Fit a closed-form model, and return the elapsed seconds."""
     started, users = time.monotonic(), data.splits["validation"]
 
     @torch.no_grad()
@@ -301,8 +302,8 @@ def step_time(settings: LossTimesSettings) -> None:
     )
     if run.model in WITHOUT_LOSS:
         raise BadInput(
-            f"The model of `{settings.run}` is `{run.model}`, which has no training steps of its own."
-            + (f" Pass `{settings.run / 'autoencoder'}`." if run.model == "auto" else "")
+            f"The model of `{settings.run}` is `{run.model}`, which has no training steps to time."
+            + (f" Pass `{settings.run / 'autoencoder'}` instead." if run.model == "auto" else "")
         )
     size = loop.checked_size(settings, run.batch_size)
     data = read(run)
@@ -319,7 +320,7 @@ def check(settings: RecommendSettings) -> None:
         raise BadInput("`--train` is missing: pass a file of users and their items.")
     if settings.columns is not None and not any(map(is_table, filter(None, (settings.train, settings.test)))):
         raise BadInput(
-            "`--columns` applies to CSV, TSV and .inter, but the lines of "
+            "`--columns` applies to CSV, TSV and .inter files, but the lines of "
             f"`{settings.train}` are `user item item ...`."
         )
     if settings.min_rating is not None and not is_table(settings.train):
@@ -368,13 +369,13 @@ def evaluate(settings: EvaluateSettings) -> None:
 
 
 def report_run(run: Path, console: Console) -> None:
-    """Report on a finished run: on the test users if it has a test file, or else on the validation users."""
+    """Report the metrics of a finished run on the test users if it has a test file, or else on validation."""
     trained = load(run, {})
     report(trained, *_of_split(trained, None), run, Accelerator(cpu=trained.settings.cpu), console)
 
 
 def _of_split(trained: TrainedRecommender, split: str | None) -> tuple[Users, str]:
-    """Return the users of a split and its name. The default is the test split, if there is one."""
+    """Return the users and the name of a split. The default is the test split, if there is one."""
     splits = trained.data.splits
     name = split or list(splits)[-1]
     if name not in splits:
@@ -397,7 +398,7 @@ def report(
         users: The users with their histories and the items to find.
         what: A description of these users, to be printed.
         folder: The directory to write the plot to.
-        accelerator: Provides the device. Only this process takes part in the computation.
+        accelerator: Provides the device. Only the current process takes part in the computation.
         console: The console to print to.
     """
     from torchlml_lab import plots  # imports matplotlib, which training does not need
@@ -436,7 +437,7 @@ def report(
         console.print(table)
     recalls = {name: {k: values[f"recall@{k}"] for k in KS} for name, values in found.items()}
     plots.draw_recall_and_calibration(
-        recalls, bins, folder / PICTURE, title=f"Recall of {len(users)} users", rare=True
+        recalls, bins, folder / PICTURE, title=f"Recall for {len(users)} users", rare=True
     )
     console.print(
         f"The run is in {trained.run}. Recall and calibration are plotted in {folder / PICTURE}.",

@@ -1,1 +1,1 @@
-"""The experiments of the paper and related studies, one package each."""
+"""The experiments of the paper and related studies."""

@@ -26,10 +26,11 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 
 class TopK(nn.Module):
-    """Route by the k largest softmax probabilities, with the auxiliary loss of the Switch transformer.
+    """Route by the k largest softmax probabilities, with the auxiliary loss of the Switch Transformer.
 
-    The weights are the k probabilities, scaled to sum to 1. The loss is alpha n sum_j f_j P_j, where f_j is
-    the share of assignments to expert j and P_j is its mean probability (Fedus, Zoph and Shazeer, 2022).
+    The weights are the k probabilities, scaled to sum to 1. The loss is alpha * n * sum_j f_j * P_j, where n
+    is the number of experts, f_j is the share of assignments to expert j and P_j is its mean probability
+    (Fedus, Zoph and Shazeer, 2022).
     """
 
     def __init__(self, experts: int, k: int, alpha: float = 0.0) -> None:
@@ -45,9 +46,10 @@ class TopK(nn.Module):
 
 
 class LossFree(nn.Module):
-    """Balance the experts with biases that change by `rate` per step, upward for experts with too few tokens.
+    """Balance the experts with biases.
 
-    The biases affect only the choice of experts; the weights are the sigmoid scores of the chosen experts,
+    In each step, a bias rises by `rate` if its expert has fewer tokens than average and falls if it has more.
+    The biases affect only the choice of experts. The weights are the sigmoid scores of the chosen experts,
     scaled to sum to 1 (Wang et al., 2024).
     """
 
@@ -69,10 +71,10 @@ class LossFree(nn.Module):
 
 
 class Sinkhorn(nn.Module):
-    """Choose experts by a balanced Sinkhorn plan in training, and by the logits at inference.
+    """Choose experts by a balanced Sinkhorn plan during training, and by the logits at inference.
 
-    The weights are softmax probabilities (S-BASE, Clark et al., 2022). An entry of the plan may exceed 1,
-    although a token can assign at most 1 to an expert.
+    The weights are softmax probabilities (S-BASE, Clark et al., 2022). Sinkhorn does not cap the
+    entries of the plan at 1, although a token can use an expert only once.
     """
 
     def __init__(self, experts: int, k: int) -> None:
@@ -135,7 +137,7 @@ WIDTH, HIDDEN, CONTEXT = 64, 64, 64
 
 @functools.cache
 def text() -> tuple[Tensor, Tensor, int]:
-    """Return the training and validation parts of Python's help texts, and the number of characters in use.
+    """Return the training and validation parts of Python's help texts, and the number of distinct characters.
 
     The texts are part of Python, so nothing is downloaded. The last tenth of each topic is for validation.
     """
@@ -174,7 +176,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """A model of the next character at every position, with causal attention and a mixture of experts."""
+    """A next-character model with causal attention and a mixture of experts."""
 
     def __init__(self, router: str, characters: int) -> None:
         super().__init__()
@@ -237,7 +239,7 @@ class RoutingRecord:
 
 
 def _look(router: str) -> dict[str, Any]:
-    """Return the color of the method and the line style of its setting."""
+    """Return the color for a router's method and the line style for its setting."""
     method = router.split(",")[0]
     settings = [name for name in ROUTERS if name.split(",")[0] == method]
     style = ("-", "--", ":")[settings.index(router)]
@@ -317,14 +319,14 @@ def write_page(rows: Sequence[RoutingRecord], page: Path) -> None:
         temporary.write_text(markdown_table(title, HEADS, lines(rows)) + "\n", encoding="utf-8")
 
 
-INTERVALS = 20  # per run; the CSV has a row for each interval
+INTERVALS = 20  # per run; the CSV has one row per interval
 
 
 TABLE = StudyTable(RoutingRecord, lambda row: (list(ROUTERS).index(row.router), row.seed, row.step))
 
 
 def main(settings: RoutingSettings) -> None:
-    """Train the missing runs, print the table, and draw the figure."""
+    """Train the missing runs, print and write the table, and draw the figure."""
     for name, least in (("seeds", 1), ("steps", INTERVALS)):
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
@@ -336,13 +338,13 @@ def main(settings: RoutingSettings) -> None:
     check_picture(settings.out)
     console = new_console()
     rows = train_all(settings, console)
-    table = plain_table("Mean over seeds; a load of 1 is a fair share", HEADS)
+    table = plain_table("Means over seeds; a load of 1 is a fair share", HEADS)
     for line in lines(rows):
         table.add_row(*line)
     console.print(table)
     draw(rows, settings.out, settings.csv)
     write_page(rows, settings.out.with_suffix(".md"))
-    console.print(f"Results written to {settings.csv}, figure written to {settings.out}.", soft_wrap=True)
+    console.print(f"The results are in {settings.csv}, and the figure is in {settings.out}.", soft_wrap=True)
 
 
 def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord]:
@@ -370,7 +372,7 @@ def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord
 def train(name: str, seed: int, settings: RoutingSettings) -> list[RoutingRecord]:
     """Train one model."""
     learn, validate, characters = text()
-    torch.manual_seed(seed)  # equal seeds give equal initial weights and batches
+    torch.manual_seed(seed)  # the same seed gives every router the same initial weights and batches
     model, generator = Model(name, characters), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), settings.learning_rate)
     held_out = batch(validate, 128, torch.Generator().manual_seed(0))

@@ -9,23 +9,23 @@ class DigitSettings:
     """The settings shared by both studies on images of digits."""
 
     images: int = 5000
-    """The number of training images, at least 100; the 2000 test images use different handwriting."""
+    """The number of training images, at least 100. The 2000 test images use other handwriting samples."""
     epochs: int = 30
     """The number of epochs, at least 1."""
 
 
 @dataclass(frozen=True)
 class DemoSettings(DigitSettings):
-    """Train a small network with each of five losses on images of k digits, where only one is labeled."""
+    """Train a small network with each of five losses on images of k digits, of which only one is labeled."""
 
     k: int = 3
     """The number of different digits in each image, from 2 to 9."""
     seeds: int = 3
-    """The number of repetitions with different images and weights, at least 2; 3 or more are better."""
+    """The number of repetitions with different images and weights, at least 2; 3 or more are recommended."""
     out: Path = Path("torchlml-demo")
     """The directory for `report.html` and the plots; it is created if it does not exist."""
     threads: int = 1
-    """The number of threads, from 1 to the number of cores; these small matrices gain nothing from more."""
+    """The number of threads, from 1 to the number of cores. More than 1 brings no speedup at these sizes."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class WhichKSettings(DigitSettings):
     seeds: int = 4
     """The number of repetitions with different images and weights, at least 1."""
     csv: Path = Path("torchlml-which-k.csv")
-    """The CSV to write, with a row for each network."""
+    """The CSV to write, with one row per network."""
 
 
 @dataclass(frozen=True)
 class RoutingSettings:
-    """Train a character-level model with 16 experts, of which each token uses 2, with each router."""
+    """Train a character-level model in which each token uses 2 of 16 experts, once per router and seed."""
 
     seeds: int = 3
     """The number of repetitions with different weights and batches, at least 1."""
@@ -51,7 +51,7 @@ class RoutingSettings:
     csv: Path = Path("torchlml-routing.csv")
     """The CSV to write. Runs that it already contains are not repeated."""
     out: Path = Path("torchlml-routing.png")
-    """The PNG or SVG to draw. The table is written next to it as Markdown."""
+    """The PNG or SVG file to write. The table is written next to it as Markdown."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class MissingLabelsSettings:
     """
 
     data: Path | None = None
-    """The data directory, with `missing-labels/voc2012.npz` and so on; by default `$TORCHLML_DATA`."""
+    """The data directory, which contains `missing-labels/voc2012.npz` etc.; by default `$TORCHLML_DATA`."""
     out: Path = Path("torchlml-missing-labels")
-    """The directory of the two CSV files. Results that they already contain are not computed again."""
+    """The directory for the two CSV files. Results that they already contain are not computed again."""
     datasets: tuple[str, ...] = ("voc2012", "yeast", "cal500", "tmc2007", "bibtex", "corel5k", "delicious")
     """The data sets, in the order in which they are used."""
     heads: tuple[str, ...] = ("linear", "hidden")

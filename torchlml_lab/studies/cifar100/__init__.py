@@ -1,1 +1,1 @@
-"""Top-5 classification of CIFAR-100 with label noise: the study of section 5.2 of the paper."""
+"""Top-5 classification on CIFAR-100 with label noise, as in section 5.2 of the paper."""

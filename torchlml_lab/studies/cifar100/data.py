@@ -31,13 +31,13 @@ def _scalar_reconstructor() -> Any:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Substitute for `_codecs.encode`, which Python 2 and protocol 2 use to pickle bytes as Latin-1."""
+    """Encode Latin-1 text as bytes. Pickles with protocol 2 or lower call `_codecs.encode` for this."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it requests the encoding `{encoding}`")
     return text.encode("latin1")
 
 
-# The functions that rebuild arrays are in numpy.core for old files and in numpy._core for new files.
+# Old files refer to the functions that rebuild arrays by the module numpy.core, new files by numpy._core.
 _ALLOWED = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_reconstructor() for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar_reconstructor() for core in ("core", "_core")},
@@ -131,13 +131,13 @@ def _part(path: Path, content: bytes) -> ArchivePart:
 
 
 def load(content: bytes) -> Any:
-    """Load a pickle that contains only data; otherwise raise `pickle.UnpicklingError`."""
+    """Load a pickle; raise `pickle.UnpicklingError` if it contains anything other than data."""
 
     return _Unpickler(io.BytesIO(content), encoding="bytes").load()
 
 
 def _entry(values: Any, name: str) -> Any:
-    """Get an entry by name. Python 2 pickled the official files, so their keys are bytes."""
+    """Return an entry by name. The keys may be bytes, because Python 2 pickled the official files."""
     if not isinstance(values, dict):
         raise ValueError("it does not contain a dictionary")
     for key in (name.encode(), name):
@@ -147,11 +147,11 @@ def _entry(values: Any, name: str) -> Any:
 
 
 CLASSES = 100
-# The mean and standard deviation of each color channel in the published code.
+# The mean and standard deviation of each color channel, as in the published code.
 MEAN = torch.tensor((125.3, 123.0, 113.9)).view(3, 1, 1)
 DEVIATION = torch.tensor((63.0, 62.1, 66.7)).view(3, 1, 1)
 PADDING = 4
-# As in the published code, the split is the same for every seed.
+# As in the published code, the validation split does not depend on the seed of the run.
 SPLIT_SEED = 1234
 
 
@@ -198,17 +198,17 @@ def read_features(path: Path) -> tuple[Part, Part]:
         raise BadInput(f"`--features` names `{path}`, which cannot be read: {said}.") from error
     if x.ndim != 2 or x.dtype.kind != "f" or not len(x) == len(fine) == len(coarse) == len(test):
         raise BadInput(
-            f"`{path}`: `x` must be a 2-D float array with a row for each label and test flag, but it is "
-            f"{x.dtype} of shape {x.shape} with {len(fine)} fine, {len(coarse)} coarse and {len(test)} test "
-            "entries."
+            f"`{path}`: `x` must be a 2-D float array with one row per sample, but it has dtype {x.dtype} "
+            f"and shape {x.shape}, and there are {len(fine)} fine labels, {len(coarse)} coarse labels and "
+            f"{len(test)} test flags."
         )
     if test.dtype != np.bool_ or test.all() or not test.any():
-        raise BadInput(f"`{path}`: `test` must be bool and contain both True and False.")
+        raise BadInput(f"`{path}`: `test` must be a bool array that contains both True and False.")
     if not np.isfinite(x).all():
         raise BadInput(f"`{path}`: `x` must be finite, but it contains NaN or infinity.")
     for name, labels, classes in (("fine", fine, CLASSES), ("coarse", coarse, 20)):
         if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= classes:
-            raise BadInput(f"`{path}`: `{name}` must contain integers from 0 to {classes - 1} only.")
+            raise BadInput(f"`{path}`: `{name}` must contain only integers from 0 to {classes - 1}.")
     everything = Part(
         torch.from_numpy(x.astype(np.float32)),
         torch.from_numpy(fine.astype(np.int64)),
@@ -219,7 +219,7 @@ def read_features(path: Path) -> tuple[Part, Part]:
 
 
 def split_validation(train: Part, count: int) -> tuple[Part, Part]:
-    """Hold out `count` random training samples for validation, the same for every seed."""
+    """Hold out `count` random training samples for validation, the same ones for every seed."""
     if not 0 < count < len(train):
         raise BadInput(f"`--validation` must be from 1 to {len(train) - 1}, but it is {count}.")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED))
@@ -230,12 +230,12 @@ def with_noise(part: Part, probability: float, seed: int) -> Part:
     """Resample the fine label of each sample within its coarse class, with the given probability.
 
     Args:
-        part: The samples; every fine label must belong to one coarse class.
-        probability: 0 keeps all labels; 1 leaves only the information about the coarse class.
-        seed: The seed of the noise. A higher probability changes a superset of the labels.
+        part: The samples. Each fine label must always occur with the same coarse label.
+        probability: 0 keeps all labels. With 1, the labels depend only on the coarse class.
+        seed: The noise seed. For the same seed, a higher probability resamples a superset of the labels.
 
     Returns:
-        The samples with their new labels. A resampled label may equal the old one.
+        The samples with their new labels. A resampled label may equal the original one.
     """
     coarse_of = torch.full((CLASSES,), -1)
     coarse_of[part.fine] = part.coarse
@@ -250,7 +250,7 @@ def with_noise(part: Part, probability: float, seed: int) -> Part:
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """A part as a dataset that returns whole batches of inputs and labels, with optional augmentation."""
+    """A dataset over a part that returns whole batches of inputs and labels, with optional augmentation."""
 
     def __init__(self, part: Part, augment: bool = False) -> None:
         self.part, self.augment = part, augment
@@ -269,7 +269,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _cropped_and_flipped(x: Tensor) -> Tensor:
-    """Pad each image with four black pixels per side, crop it at random, and mirror half of the images."""
+    """Pad each image with four black pixels per side, crop it at random, and mirror it half of the time."""
     number, _, height, width = x.shape
     padded = torch.nn.functional.pad(x, (PADDING,) * 4)
     top, left = torch.randint(2 * PADDING + 1, (2, number, 1))

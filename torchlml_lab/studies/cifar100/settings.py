@@ -28,7 +28,7 @@ class Cifar100Settings(TrainSettings):
     Nesterov momentum 0.9, weight decay 1e-4 and batches of 64. The learning rate is 0.1, divided by ten after
     half and three quarters of 300 epochs. Images are randomly cropped and mirrored. 5000 training images with
     clean labels are held out for validation, and the epoch with the best top-5 accuracy on them is tested.
-    The defaults for --features are our own.
+    The defaults for --features do not come from this recipe.
     """
 
     out: Path = Path("runs/cifar100")
@@ -54,9 +54,9 @@ class Cifar100Settings(TrainSettings):
     weight_decay: float = 1e-4
     """The weight decay of SGD, at least 0."""
     validation: int = 5000
-    """The number of training samples held out for validation, the same for every seed."""
+    """The number of training samples held out for validation; they do not depend on the seed."""
     samples: int | None = None
-    """The number of training samples to use after the validation samples are held out; by default all."""
+    """The number of training samples to use after holding out the validation samples; all by default."""
 
 
 FEATURES = Cifar100Settings(epochs=10, batch_size=500)
@@ -78,7 +78,7 @@ class SweepSettings(GridSettings):
     temperatures: tuple[float, ...] = ()
     """The temperatures to try; by default `--run.temperature`."""
     run: Cifar100Settings = field(default_factory=Cifar100Settings)
-    """Settings shared by all runs, as for `torchlml train cifar100`."""
+    """The settings shared by all runs, as for `torchlml train cifar100`."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps with each loss, in alternation on the same samples, with the settings of a run."""
+    """Time training steps with a run's settings, alternating between the losses on the same samples."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""

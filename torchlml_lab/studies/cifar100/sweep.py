@@ -22,7 +22,7 @@ from torchlml_lab.studies.cifar100.task import check, model_name, read, task
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """The settings of a run, and its accuracies at the epoch with the best validation accuracy."""
+    """A run's settings, and its accuracies at the epoch with the best validation accuracy unless noted."""
 
     source: str
     """`features`, or the network for images."""
@@ -39,10 +39,10 @@ class AccuracyRecord:
     test_top1: float
     test_topk: float
     train_top1: float
-    """Like `train_topk`, measured after the last epoch on noisy training labels; 1 if all are memorized."""
+    """Measured, like `train_topk`, after the last epoch on noisy training labels; 1 if all are memorized."""
     train_topk: float
     last_top1: float
-    """Like `last_topk`, measured after the last epoch on the validation samples, which have clean labels."""
+    """Measured, like `last_topk`, after the last epoch on the validation samples, which have clean labels."""
     last_topk: float
     seconds: float
 
@@ -58,20 +58,20 @@ TABLE = StudyTable(AccuracyRecord, lambda row: (row.source, row.loss, row.noise,
 def best_recipes(
     records: Sequence[AccuracyRecord], losses: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """Find the (learning rate, temperature) of each loss with the best mean top-k validation accuracy."""
+    """Find each loss's (learning rate, temperature) with the best mean top-k validation accuracy."""
     tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
     tuned = "learning rate and temperature"
     return output.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")
 
 
-# The sweep sets these options of a run itself.
+# The options of a run that the sweep sets itself.
 _CHOSEN = ("out", "resume", "loss", "noise", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run all combinations that are not finished."""
+    """Run all unfinished combinations."""
     runs = grid(settings)
-    read(settings.run.data, settings.run.features)  # reports an invalid file once, before any run
+    read(settings.run.data, settings.run.features)  # raises for an invalid file before any run starts
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
     run_grid(study, settings, new_console())
 
@@ -141,7 +141,7 @@ def _table(rows: Sequence[AccuracyRecord]) -> Table:
     groups: dict[tuple[str, float, float, float], list[AccuracyRecord]] = defaultdict(list)
     for row in rows:
         groups[(row.loss, row.noise, *row.recipe)].append(row)
-    # The columns fit a terminal of 80 characters.
+    # The column headings are short, so that the table fits in 80 characters.
     heads = ("loss", "noise", "lr", "temp", "seeds", "val top-k", "test top-1", "test top-k")
     output = plain_table("accuracy in %, mean±standard deviation over the seeds", heads)
     for (loss, *numbers), group in sorted(groups.items()):

@@ -157,7 +157,7 @@ def network(settings: Cifar100Settings, training: Part) -> nn.Module:
 
 
 def loss_of(name: Loss, k: int, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that computes the mean loss of logits (N, 100) and labels (N,)."""
+    """Return a function that computes the mean loss for logits (N, 100) and labels (N,)."""
     if name == "smooth-svm":
         return lambda logits, label: torchlml.smooth_topk_svm_loss(logits, label, k, tau=temperature)
     plain: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -235,7 +235,7 @@ class DenseNet(nn.Module):
     `DenseNet(depth=40, growth=40)` is the "DenseNet 40-40" of the published code: three blocks of six layers.
 
     Args:
-        depth: 6 m + 4 for m layers in each block.
+        depth: The depth 6 * m + 4, where m is the number of layers in each block.
         growth: The number of channels that each layer adds.
         classes: The number of logits.
     """
@@ -257,12 +257,12 @@ class DenseNet(nn.Module):
         _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits (N, classes) of images (N, 3, 32, 32)."""
+        """Return the logits (N, classes) for images (N, 3, 32, 32)."""
         return self.head(self.features(x))
 
 
 class _Layer(nn.Module):
-    """A layer that adds `growth` channels through a bottleneck four times as wide."""
+    """A layer that adds `growth` channels through a bottleneck with 4 * growth channels."""
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class _Layer(nn.Module):
 
 
 class _Transition(nn.Module):
-    """Reduces the number of channels and halves the resolution."""
+    """A layer that reduces the number of channels and halves the resolution."""
 
     def __init__(self, channels: int, fewer: int) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def feature_head(inputs: int, classes: int) -> nn.Module:
 
 
 def wide_head(inputs: int, classes: int) -> nn.Module:
-    """Build a wide perceptron without dropout on frozen features, which can memorize wrong labels."""
+    """Build a wide multilayer perceptron without dropout on frozen features; it can memorize wrong labels."""
     hidden = 512
     return nn.Sequential(
         *(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()),
@@ -320,7 +320,7 @@ def wide_head(inputs: int, classes: int) -> nn.Module:
 
 
 def _initialize(network: nn.Module) -> None:
-    """Initialize a network like the published DenseNet: He initialization by fan-out, and zero biases."""
+    """Initialize a network like the published DenseNet: He initialization with fan-out, and zero biases."""
     for part in network.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

@@ -39,7 +39,7 @@ def main(settings: DemoSettings) -> None:
     with use_threads(settings.threads):
         results, examples, answers = run(settings, console)
     meanings = {method.name: method.meaning for method in METHODS}
-    meanings[report.SCALED] = "the network trained with cross-entropy; p is k times the softmax, at most 1"
+    meanings[report.SCALED] = "the network trained with cross-entropy; p is k times the softmax, clipped at 1"
     findings = {condition: report.sentences(results, condition, settings.k) for condition in CONDITIONS}
     limits = report.limits(settings.seeds, settings.k)
     for condition in CONDITIONS:
@@ -75,7 +75,7 @@ def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict
 
     Args:
         settings: The settings of the demo.
-        console: The console of the progress bar.
+        console: The console for the progress bar.
 
     Returns:
         All measurements, a few test images, and the probabilities that each method predicts for them.
@@ -124,15 +124,15 @@ def _setting(settings: DemoSettings) -> str:
         f"Each image shows {settings.k} different handwritten digits side by side, and one of them is the "
         f"observed label. The same small network is trained with each loss on {settings.images} images for "
         f"{settings.epochs} epochs, with the same initial weights and batches. It is tested on 2000 images "
-        f"in different handwriting, with {settings.seeds} seeds. In the uniform condition, each digit of an "
+        f"in different handwriting, with {settings.seeds} seeds. In the uniform condition, each digit in an "
         f"image is equally likely to be observed. In the skewed condition, a 0 is {SKEW:g} times as likely "
         "to be observed as a 9."
     )
 
 
 def _table(results: Results, condition: str, settings: DemoSettings, names: Sequence[str]) -> Table:
-    title = f"observed label: {condition}; k = {settings.k}; mean ± deviation over {settings.seeds} seeds"
-    # The columns fit a terminal of 80 characters.
+    title = f"observed label: {condition}; k = {settings.k}; mean ± std over {settings.seeds} seeds"
+    # The cells are short, so that the table fits in 80 characters.
     table = plain_table(title, ("method", *(heading for _, heading, _, _ in COLUMNS)))
     for name in names:
         cells = []

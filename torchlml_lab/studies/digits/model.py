@@ -4,9 +4,9 @@ Each image shows k different handwritten digits side by side, and one of them is
 digits come with scikit-learn, so nothing is downloaded. They are split into training and test sets before the
 images are composed, so that no handwritten digit occurs in both.
 
-The networks of all data sets (seeds and conditions) are independent, but they are trained together as stacked
-matrices, which makes good use of two cores. All losses use the same initial weights, the same batches in the
-same order, and the same optimizer.
+The networks for all data sets (seeds and conditions) are independent. For speed, they are trained together as
+stacked matrices. All losses use the same initial weights, the same batches in the same order, and the same
+optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,9 +50,9 @@ def make(
         k: The number of different digits in an image, from 1 to 9.
         train: The number of training images.
         test: The number of test images.
-        condition: "uniform" (each digit of an image is equally likely to be observed) or "skewed".
+        condition: "uniform" (each digit in an image is equally likely to be observed) or "skewed".
         seed: The random seed. The same seed gives the same images in both conditions.
-        varying: Whether the images show a random number of digits from 1 to k, with the other places empty.
+        varying: Whether the images show a random number of digits from 1 to k, with the rest left blank.
 
     Returns:
         The training and the test images.
@@ -81,7 +81,7 @@ def make(
 def _show(
     pixels: Tensor, digits: Tensor, k: int, count: int, generator: torch.Generator, varying: bool
 ) -> tuple[Tensor, Tensor]:
-    """Choose up to k different digits for each image, and place an example of each side by side."""
+    """Choose up to k different digits for each image, and compose the image from one example of each."""
     chosen = torch.rand(count, CLASSES, generator=generator).argsort(1)[:, :k]
     examples = torch.empty_like(chosen)
     for digit in range(CLASSES):
@@ -103,7 +103,7 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """The metrics of one method on the test images of one seed and condition."""
+    """The metrics of one method on the test images for one seed and condition."""
 
     recall: float
     hidden_recall: float
@@ -115,11 +115,11 @@ class Measured:
     pairs whose digit is present."""
 
 
-# The columns of the table: the name of the measure, its heading, its meaning, and its number of decimals.
+# The columns of the table: the field of `Measured`, the heading, the meaning, and the number of decimals.
 COLUMNS = (
     ("recall", "recall@k", "share of all digits in an image that are among the k with the largest p", 3),
     ("hidden_recall", "unobserved", "recall@k of the unobserved digits only", 3),
-    ("exact", "exact set", "share of images where p > 0.5 holds for exactly the digits in the image", 3),
+    ("exact", "exact set", "share of images where exactly the digits in the image have p > 0.5", 3),
     ("count", "p > 0.5", "mean number of digits per image with p > 0.5; the correct number is k", 2),
     (
         "calibration_error",
@@ -137,14 +137,15 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
     """Compare predictions with the digits in the images.
 
     Args:
-        p: (N, 10), the probability that the digit is in the image.
+        p: (N, 10), the probability that each digit is in the image.
         ranking: (N, 10), the scores that rank the digits: the logits, which differ even where p rounds to 1.
         images: The test images.
 
     Returns:
-        The metrics. Recall counts the top m digits of an image with m digits. For the calibration error, all
-        pairs of an image and a digit are sorted into ten bins by p. The error is the difference between the
-        mean p of a bin and its share of digits that are present, averaged with the bin sizes as weights.
+        The metrics. Recall considers the top m digits of an image that shows m digits. For the calibration
+        error, all (image, digit) pairs are grouped into ten bins by p. The error is the absolute difference
+        between a bin's mean p and its share of digits that are present, averaged over the bins with their
+        sizes as weights.
     """
     rank = ranking.argsort(-1, descending=True).argsort(-1)
     top = rank < images.present.sum(-1, keepdim=True)
@@ -168,7 +169,7 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 
 def values(results: Results, condition: str, method: str, measure: str) -> list[float]:
-    """Return the values of one measure, one per seed."""
+    """Return one metric's value for each seed."""
     return [getattr(measured, measure) for measured in results[condition, method]]
 
 
@@ -192,12 +193,12 @@ LEARNING_RATE = 2e-3
 
 
 Index = tuple[Tensor, Tensor]
-"""The indices of the data set and of the image, for each row of a batch."""
+"""The index of the data set and the index of the image for each row of a batch."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A loss of logits (rows, 10) and observed labels, and a function from logits to probabilities."""
+    """A loss function of logits (rows, 10) and observed labels, and the map from logits to probabilities."""
 
     name: str
     meaning: str
@@ -253,7 +254,7 @@ class StackedNetworks(nn.Module):
     """One small network for each data set, as stacked matrices.
 
     Args:
-        generators: One per network, for its initial weights.
+        generators: One generator per network, for its initial weights.
         inputs: The number of inputs of a network.
         outputs: The number of outputs of a network.
     """

@@ -21,7 +21,7 @@ SCALED = "cross-entropy x k"
 
 
 def sentences(results: Results, condition: str, k: int) -> list[str]:
-    """Return the findings of one condition, most important first.
+    """Return the findings for one condition, most important first.
 
     Args:
         results: All measurements.
@@ -46,12 +46,12 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
         f"The sigmoid likelihood of the observed label {_collapse(collapsed)}. It predicts p > 0.5 for "
         f"{collapsed:.1f} of 10 digits, although an image shows {k}. Its recall of the unobserved digits is "
         f"{average('sigmoid likelihood', 'hidden_recall'):.2f}; that of a random ranking is {k / 10:.2f}.",
-        f"Predicted sets (p > 0.5): LML predicts exactly the digits of the image in "
-        f"{average('LML', 'exact'):.0%} of the images, cross-entropy in "
+        f"Predicted sets (p > 0.5): LML predicts exactly the digits in the image for "
+        f"{average('LML', 'exact'):.0%} of the images, and cross-entropy for "
         f"{average('cross-entropy', 'exact'):.0%}. The mean size of the set is {lml:.2f} for LML and "
         f"{softmax:.2f} for cross-entropy; the correct size is {k}.",
         f"Calibration: {_calibration(results, condition)}",
-        f"Softmax scaled by k: if k is known, the softmax can also be multiplied by k. It then predicts "
+        f"Softmax scaled by k: if k is known, the softmax can also be multiplied by k. The result predicts "
         f"{average(SCALED, 'exact'):.0%} of the sets exactly, and LML {average('LML', 'exact'):.0%} "
         f"({_verdict(results, condition, 'exact', 'LML', SCALED)}). Its calibration error is "
         f"{average(SCALED, 'calibration_error'):.3f}, and that of LML "
@@ -103,13 +103,13 @@ def _calibration(results: Results, condition: str) -> str:
     best, second = order[0], order[1]
     verdict = _verdict(results, condition, "calibration_error", best, second)
     return (
-        f"among the five losses, {best} has the smallest error. Compared with {second}, the second smallest, "
+        f"among the five losses, {best} has the smallest error. Compared with the second smallest, {second}, "
         f"{verdict}. Errors: {ranked}."
     )
 
 
 # A method has the same color and marker in every figure of the project. The two methods that occur only in
-# the demo have a shade of a related color, and grey.
+# the demo are shown in a shade of a related color and in gray.
 LOOK = {
     "cross-entropy": METHODS["cross-entropy"],
     "cross-entropy x k": (DARK_ORANGE, "s"),
@@ -232,7 +232,7 @@ tr.lml td { font-weight: 600; }
 """
 ALTERNATIVES = {
     "scores": "Bar charts of the recall of unobserved digits and of the share of exact sets, by method",
-    "calibration": "Reliability curves of all methods",
+    "calibration": "Reliability curves for all methods",
 }
 
 
@@ -328,7 +328,7 @@ def _example(examples: Images, answers: Mapping[str, Tensor], i: int) -> str:
 
 
 def _cell(p: float, present: bool) -> str:
-    ink = "#fff" if p > 0.85 else "#222"  # the color with more contrast
+    ink = "#fff" if p > 0.85 else "#222"  # whichever text color has more contrast
     kind = ' class="present"' if present else ""
     return f'<td{kind} style="background: rgba(0, 114, 178, {p:.3f}); color: {ink}">{p:.2f}</td>'
 

@@ -25,7 +25,7 @@ SOFTMAX, BCE = "cross-entropy", "bce"
 FIXED, VARYING = "3 digits", "1 to 5 digits"
 ONE, ALL = "one", "all"
 SITUATIONS = ((FIXED, ONE), (VARYING, ONE), (VARYING, ALL))
-# If all images show the same number of digits, a k for each row would equal one k for all rows.
+# If all images show the same number of digits, a per-row k would be the same for all rows.
 PLAN = tuple(
     (digits, named, method)
     for digits, named in SITUATIONS
@@ -44,12 +44,12 @@ class WhichKRecord:
     """The number of observed digits per training image: `one` or `all`."""
     method: str
     k: int
-    """The k of all rows, or 0 for methods that do not use one k for all rows."""
+    """The k shared by all rows, or 0 for methods without a shared k."""
     seed: int
     recall: float
     """The share of an image's digits that are in its top m, where m is the number of its digits."""
     exact: float
-    """The share of images where p > 0.5 holds for exactly the digits in the image."""
+    """The share of images where exactly the digits in the image have p > 0.5."""
     count: float
     """The mean number of digits per image with p > 0.5."""
     calibration_error: float
@@ -82,15 +82,15 @@ def main(settings: WhichKSettings) -> None:
 
 
 def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[WhichKRecord]:
-    """Train and evaluate a network for each k and seed, with one method on one kind of images and labels."""
+    """Train and evaluate one method on one combination of images and labels, for each k and seed."""
     began = time.monotonic()
     width = MOST if digits == VARYING else 3
     data = [
         make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
         for seed in range(settings.seeds)
     ]
-    # All networks train at once, each with its own k. Those with the same seed share images, initial weights
-    # and batches.
+    # All networks are trained together, each with its own k. Networks with the same seed share images,
+    # initial weights and batches.
     cells = [
         (k, seed) for k in (KS if method in (EXACTLY, AT_MOST) else (0,)) for seed in range(settings.seeds)
     ]
@@ -133,13 +133,13 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
 
     Args:
         method: The name of the loss.
-        outputs: (sets, rows, 10), the logits. If k is predicted, it is an additional output.
+        outputs: (sets, rows, 10), the logits. If k is predicted, it is an additional last output.
         observed: (sets, rows, 10), bool, the observed digits.
-        number: (sets, rows), the number of digits in each image, for the two methods with a k for each row.
-        k: (sets, 1), the k of all rows, for the two methods that use one k.
+        number: (sets, rows), the number of digits in each image, for the two methods with a per-row k.
+        k: (sets, 1), the k shared by all rows, for the two methods that use it.
 
     Returns:
-        (sets, rows), summed over the labels of a row.
+        (sets, rows): the loss of each row, summed over its labels.
     """
     logits = outputs[..., :CLASSES]
     if method == SOFTMAX:
@@ -147,7 +147,8 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
     if method == BCE:
         return binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none").sum(-1)
     if method == PREDICTED:
-        # The LML loss uses the true number. A predicted k would keep growing, because that lowers the loss.
+        # The LML loss uses the true number of digits. With the predicted k, it could be lowered simply by
+        # increasing k.
         told = torchlml.lml_loss(logits, observed, number, reduction="none")
         return told + (outputs[..., CLASSES] - number).square()
     return torchlml.lml_loss(
@@ -176,7 +177,7 @@ def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tens
 def _tables(rows: Sequence[WhichKRecord]) -> Group:
     tables = []
     for digits, named in SITUATIONS:
-        title = f"\nimages of {digits}, {named} labeled; means over the seeds"
+        title = f"\nimages with {digits}, {named} labeled; means over the seeds"
         table = plain_table(title, ("method", "k", "recall", "exact set", "p > 0.5", "calibration"))
         for name, k in dict.fromkeys((row.method, row.k) for row in rows):
             group = [

@@ -1,1 +1,1 @@
-"""Training with one observed label per sample: LML compared with the methods designed for this setting."""
+"""Training with one observed label per sample: LML compared with methods designed for this setting."""

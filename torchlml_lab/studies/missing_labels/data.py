@@ -41,12 +41,12 @@ class Dataset:
     train: Tensor | None
     """(samples,), bool: the official training samples. None means that every seed has its own split."""
     published: Tensor | None = None
-    """The published observed label of each official training sample, if there are any."""
+    """The published observed label of each official training sample, if available."""
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The data of one seed. Only the reference methods and validation may use all labels of a sample."""
+    """The data for one seed. Only the reference methods and validation may use all labels of a sample."""
 
     x: Tensor
     observed: Tensor
@@ -65,7 +65,7 @@ class Split:
 
 
 def path_of(name: str, folder: Path) -> Path:
-    """Return the file of a data set, or its training file if the format is svmlight."""
+    """Return the path of a data set, or of its training file if the format is svmlight."""
     place = folder / FOLDERS[name]
     return place / (f"{name}.npz" if FOLDERS[name] == "missing-labels" else f"{name}.train.svm.gz")
 
@@ -100,8 +100,9 @@ def _read_npz(name: str, path: Path) -> Dataset:
     x, y = found["x"], found["y"]
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or x.dtype.kind != "f" or y.dtype.kind not in "bui":
         raise BadInput(
-            f"`{path}` must have `x` and `y` of shapes (samples, features) and (samples, labels), but they "
-            f"are {x.dtype} {x.shape} and {y.dtype} {y.shape}."
+            f"`{path}` must have a float array `x` of shape (samples, features) and a bool or integer array "
+            f"`y` of shape (samples, labels), but they have dtypes {x.dtype} and {y.dtype} and shapes "
+            f"{x.shape} and {y.shape}."
         )
     if not np.isfinite(x).all():
         raise BadInput(f"`{path}` must have finite features, but `x` contains NaN or infinity.")
@@ -159,7 +160,7 @@ def split_of(data: Dataset, seed: int, published: bool = False) -> Split:
         published: Whether to use the published observed labels.
 
     Returns:
-        The data of the seed.
+        The data for the seed.
     """
     generator = torch.Generator().manual_seed(seed)
     if data.train is None:
@@ -190,7 +191,7 @@ def split_of(data: Dataset, seed: int, published: bool = False) -> Split:
 def _standardized(x: Tensor, train: Tensor) -> Tensor:
     """Scale dense features to mean 0 and variance 1, and sparse features by one factor to a mean square of 1.
 
-    Dividing the features of rare words by their own deviations would make them huge.
+    Dividing each sparse feature by its own standard deviation would make the features of rare words huge.
     """
     known = x[train]
     if float((known != 0).float().mean()) < 0.2:
@@ -200,9 +201,9 @@ def _standardized(x: Tensor, train: Tensor) -> Tensor:
 
 
 def labeled_part(split: Split) -> Split:
-    """Return only the validation samples: three quarters of them for training, one quarter for validation.
+    """Use only the validation samples: three quarters of them for training and one quarter for validation.
 
-    A model trained on this part uses only fully labeled samples.
+    A model trained on this split uses only fully labeled samples.
     """
     learn = len(split.validation_x) * 3 // 4
     x, labels = split.validation_x, split.validation_labels
@@ -220,14 +221,15 @@ def predicted_k(split: Split) -> tuple[Tensor, Tensor, Tensor]:
     """Predict the number of labels of each sample by ridge regression, fitted on the validation samples.
 
     Only the validation samples are fully labeled. The predictions for them are leave-one-out predictions, so
-    that the choice of a learning rate is not biased. The penalty is chosen by their squared error.
+    that the choice of a learning rate is not biased. The penalty is the one that minimizes the squared error
+    of these predictions.
 
     Args:
-        split: The data of a seed.
+        split: The data for a seed.
 
     Returns:
-        The predictions for the training, validation and test samples, between the smallest and the largest
-        number of labels that a validation sample has.
+        The predictions for the training, validation and test samples, clipped to the range of the number of
+        labels of the validation samples.
     """
     x, count = split.validation_x.double().numpy(), split.validation_labels.sum(-1).double().numpy()
     center, mean = x.mean(0), count.mean()

@@ -1,4 +1,4 @@
-"""The metrics of the study, for scores and probabilities of shape (samples, labels), and recalibration."""
+"""The study's metrics for scores and probabilities of shape (samples, labels), and their recalibration."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ BINS = 15
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
-    """Rank the samples by score for each label, and average the average precision over the labels.
+    """Compute the mean over labels of the average precision, with samples ranked by score for each label.
 
         >>> scores, labels = torch.tensor([[3.0], [2.0], [1.0]]), torch.tensor([[True], [False], [True]])
         >>> mean_average_precision(scores, labels)
@@ -22,9 +22,9 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
         labels: (samples, labels), bool. Labels that no sample has are left out.
 
     Returns:
-        (...): the means. Samples with equal scores all have the precision at the last of them.
+        (...): the means. Samples with equal scores share the precision at the last of them.
     """
-    # Only positives need a rank. Sorting the values and searching for the positives is faster than argsort.
+    # Only positives need a rank. Sorting all scores and searching for the positives is faster than argsort.
     present = labels.any(0)
     columns = scores[..., present].mT.contiguous().numpy()
     having = [column.nonzero()[0] for column in labels[:, present].mT.numpy()]
@@ -39,7 +39,7 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def recall_at(scores: Tensor, labels: Tensor, k: int) -> float:
-    """Compute the share of a sample's labels that are among its k largest scores, averaged over samples."""
+    """Compute the share of a sample's labels that have one of its k largest scores, averaged over samples."""
     found = labels.gather(-1, scores.topk(k, -1).indices).sum(-1)
     return float((found / labels.sum(-1)).mean())
 
@@ -58,7 +58,7 @@ def calibration_error(p: Tensor, labels: Tensor) -> float:
 
 
 def f1_score(chosen: Tensor, labels: Tensor) -> float:
-    """Compute the micro-averaged F1 of the chosen entries; 0 if no entry is chosen and no label is true."""
+    """Compute the micro-averaged F1 of the chosen entries; 0 if there are neither choices nor labels."""
     hits, pairs = int((chosen & labels).sum()), int(chosen.sum()) + int(labels.sum())
     return 2 * hits / pairs if pairs else 0.0
 
@@ -79,8 +79,8 @@ def recalibrated(scores: Tensor, labels: Tensor) -> Calibration:
     """Fit a temperature and an offset by maximum likelihood, then the threshold with the best F1.
 
     Args:
-        scores: (samples, labels), of the validation samples.
-        labels: (samples, labels), bool, all of their labels.
+        scores: (samples, labels), the scores of the validation samples.
+        labels: (samples, labels), bool, all labels of these samples.
 
     Returns:
         The recalibration. Its slope is the inverse of the temperature.

@@ -1,8 +1,8 @@
-"""The methods of the study: their losses, how they turn logits into probabilities, and their search spaces.
+"""The methods of the study: their losses, their maps from logits to probabilities, and their search spaces.
 
-The losses follow the definitions of the papers: Cole et al. (2021) for AN, AN-LS, WAN, EPR and ROLE, Zhou et
+The losses follow their original papers: Cole et al. (2021) for AN, AN-LS, WAN, EPR and ROLE, Zhou et
 al. (2022) for EM (the loss without asymmetric pseudo-labels), and Ridnik et al. (2021) for ASL. A loss takes
-logits x of shape (configurations, samples, labels) and returns one number per configuration.
+logits x of shape (configurations, samples, labels) and returns one value per configuration.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ class Batch(NamedTuple):
     x: Tensor
     """(configurations, samples, labels): the logits."""
     observed: Tensor
-    """(samples,), int64: the observed label."""
+    """(samples,), int64: the observed label of each sample."""
     k: Tensor
-    """(samples,): the number of labels that the method expects."""
+    """(samples,): the number of labels that the method expects for each sample."""
     weight: Tensor
-    """(configurations,): the weight in the method's loss."""
+    """(configurations,): the value of the weight in the method's loss."""
     labels: Tensor
     """(samples, labels), bool: all labels, for the reference methods only."""
     estimates: Tensor | None = None
-    """(configurations, samples, labels): the logits of the labels that ROLE estimates."""
+    """(configurations, samples, labels): the logits of ROLE's label estimates."""
 
     @property
     def observed_x(self) -> Tensor:
@@ -51,7 +51,7 @@ Loss = Callable[[Batch], Tensor]
 
 
 def _per_label(rows: Tensor, batch: Batch) -> Tensor:
-    """Convert sums over labels (configurations, samples) to means over samples and labels."""
+    """Convert sums over labels, of shape (configurations, samples), to means over samples and labels."""
     return rows.mean(-1) / batch.x.shape[-1]
 
 
@@ -87,12 +87,12 @@ def _expected_positive(x: Tensor, observed_x: Tensor, batch: Batch) -> Tensor:
 
 
 def expected_positive(batch: Batch) -> Tensor:
-    """EPR: the loss of observed labels, plus weight times ((mean number of predicted labels - k) / L)^2."""
+    """EPR: the loss of the observed labels, plus weight * ((mean number of predicted labels - k) / L)^2."""
     return _expected_positive(batch.x, batch.observed_x, batch)
 
 
 def online_estimation(batch: Batch) -> Tensor:
-    """ROLE: the classifier and a table of estimated labels learn from each other, both with EPR."""
+    """ROLE: a classifier and a table of label estimates, each trained on the other's output and with EPR."""
     x, estimates = batch.x, batch.estimates
     assert estimates is not None
     classifier = F.softplus(x) - estimates.detach().sigmoid() * x
@@ -118,9 +118,9 @@ MARGIN = 0.05
 
 
 def asymmetric(batch: Batch) -> Tensor:
-    """ASL: AN with the terms -p^weight log(1 - p) for negatives, where p is max(0, probability - 0.05)."""
+    """ASL: AN with the terms -p^weight * log(1 - p) for negatives, where p is max(0, probability - 0.05)."""
     p = (batch.x.sigmoid() - MARGIN).clamp(min=0)
-    # The lower limit avoids powers of 0, whose derivative is infinite for weights below 1.
+    # The lower limit avoids p = 0, where the derivative of the power is infinite for weights below 1.
     negatives = -(p.clamp(min=1e-8) ** batch.weight[:, None, None]) * torch.log1p(-p)
     others = negatives.sum(-1) - negatives.gather(-1, batch.target[..., None])[..., 0]
     return _per_label(F.softplus(-batch.observed_x) + others, batch)
@@ -155,7 +155,7 @@ def integer_k(k: Tensor) -> Tensor:
 
 
 class Adam:
-    """Adam with one learning rate per configuration, which is the first dimension of every tensor."""
+    """Adam with one learning rate per configuration, for tensors whose first dimension is configurations."""
 
     def __init__(self, rates: Tensor) -> None:
         self.rates = rates
@@ -173,8 +173,8 @@ class Estimates:
     """The estimated labels of ROLE: one logit per training sample and label.
 
     Their learning rate is ten times that of the classifier. The initial probabilities are uniform between 0.4
-    and 0.6, and those of the observed labels are 0.995. As in the code of the paper, Adam updates the whole
-    table in every step. The updates of a sample outside the batch are deferred until its next use.
+    and 0.6, and those of the observed labels are 0.995. As in the paper's code, Adam updates the whole
+    table in every step. Updates for a sample outside the batch are deferred until the sample's next use.
     """
 
     def __init__(self, observed: Tensor, labels: int, rates: Tensor, seed: int) -> None:
@@ -192,7 +192,7 @@ class Estimates:
         first, second = (moment[:, rows] for moment in self.moments)
         since = self.updated[rows, None]
         missed = number - 1 - since
-        after = torch.arange(1, 101, dtype=torch.float64)  # later steps are negligible: 0.9^100 is 3e-5
+        after = torch.arange(1, 101, dtype=torch.float64)  # later updates are negligible: 0.9^100 is 3e-5
         step = since + after
         factor = 0.9**after / (1 - 0.9**step) * ((1 - 0.999**step) / 0.999**after).sqrt()
         factor = torch.where(after <= missed, factor, 0).sum(-1, keepdim=True).float()
@@ -204,7 +204,7 @@ class Estimates:
         return (self.logits[:, rows] - move).requires_grad_()
 
     def update(self, rows: Tensor, logits: Tensor, gradient: Tensor, number: int) -> None:
-        """Apply optimizer step `number` to these samples, with the logits that `of` returned for them."""
+        """Apply optimizer step `number` to these samples, starting from the logits that `of` returned."""
         pair = [moment[:, rows] for moment in self.moments]
         value = logits.detach()
         self.optimizer.step(value, gradient, pair, number)
@@ -238,7 +238,7 @@ def scores_of(link: Link, x: Tensor, k: Tensor) -> Tensor:
 
 
 def probabilities_of(link: Link, scores: Tensor) -> Tensor:
-    """Turn scores into probabilities. For softmax times k, they are clipped at 1."""
+    """Turn scores into probabilities. For softmax, which is multiplied by k, they are clipped at 1."""
     return scores.exp().clamp(max=1) if link == "softmax" else scores.sigmoid()
 
 
@@ -250,9 +250,9 @@ class Method:
     loss: Loss
     link: Link = "sigmoid"
     weights: tuple[float, ...] = ()
-    """Seven values of the weight in the loss, if there is one. The search starts with the middle three."""
+    """Seven values for the weight in the loss, if it has one. The search starts with the middle three."""
     k: float | None = 1.0
-    """k as a multiple of the mean number of labels, or None if k is predicted for each sample."""
+    """The factor by which the mean number of labels is multiplied, or None to predict k for each sample."""
     start: float | None = None
     """The probability of every label before training. None means k divided by the number of labels."""
     labels: Literal["one", "all", "validation"] = "one"
@@ -260,7 +260,7 @@ class Method:
 
     @property
     def competitor(self) -> bool:
-        """Whether the method is an alternative to LML that learns from the same data."""
+        """Whether the method is an alternative to LML that is not trained on all labels."""
         return self.labels != "all" and self.link not in ("lml", "subset")
 
 
@@ -293,7 +293,7 @@ class Recipe(NamedTuple):
 
     learning_rate: float
     weight: float
-    """1 for methods without a weight in their loss."""
+    """The weight in the loss, or 1 for methods without one."""
 
 
 RATES = tuple(float(f"{1e-5 * 10 ** (step / 4):.2g}") for step in range(17))
@@ -301,10 +301,10 @@ RATES = tuple(float(f"{1e-5 * 10 ** (step / 4):.2g}") for step in range(17))
 
 
 def first_recipes(method: Method) -> list[Recipe]:
-    """Return the nine configurations with which the search of a method starts.
+    """Return the nine configurations with which the search for a method starts.
 
-    Methods without a weight try nine learning rates from 1e-4 to 1e-2. Other methods try three of these rates
-    with three weights each.
+    For methods without a weight, these are nine learning rates from 1e-4 to 1e-2. For other methods, they are
+    three of these rates with three weights each.
     """
     rates = RATES[4:13]
     if not method.weights:

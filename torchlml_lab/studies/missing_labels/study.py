@@ -48,15 +48,16 @@ HEADS = ("linear", "hidden")
 HIDDEN = 128
 TUNING_SEEDS = (0, 1)
 _TOGETHER = 2**18
-"""The largest number of logits in a training step. Configurations that exceed it are trained in groups."""
+"""The largest number of logits in a training step. If necessary, configurations are trained in groups."""
 EXACT = ("yeast", "cal500", "tmc2007")
-"""The data sets for the exact k-subset loss. It takes several times as long as LML, so it is trained only on
-these and only with the linear head. On VOC 2012, k rounds to 1, where the loss equals that of softmax."""
+"""The data sets for the exact k-subset loss. It takes several times as long as LML, so it is used only on
+these data sets and only with the linear head. On VOC 2012, k rounds to 1, where the loss equals softmax
+cross-entropy."""
 
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """The validation result of a configuration of a method, trained with a tuning seed."""
+    """The validation result of one configuration of a method with one tuning seed."""
 
     dataset: str
     head: str
@@ -97,7 +98,7 @@ class ResultRecord:
     slope: float
     offset: float
     fitted_brier: float
-    """Computed, like the next two measures, after recalibration with `slope` and `offset`."""
+    """Computed, like the next two metrics, after recalibration with `slope` and `offset`."""
     fitted_ece: float
     fitted_f1: float
     threshold: float
@@ -115,7 +116,7 @@ RESULTS = StudyTable(ResultRecord, lambda row: (_place(row), row.draw == "publis
 
 
 class Trained(NamedTuple):
-    """The best epoch of a configuration, and the weights after it."""
+    """The best epoch of a configuration, and its weights after that epoch."""
 
     epoch: int
     validation_map: float
@@ -125,7 +126,7 @@ class Trained(NamedTuple):
 def new_parameters(
     head: str, features: int, labels: int, start: float, seed: int, count: int
 ) -> list[Tensor]:
-    """Create the initial weights and biases of a head, the same for all `count` configurations.
+    """Create initial weights and biases for a head; all `count` configurations get the same values.
 
     The last layer has zero weights and a bias that makes every probability equal to `start`.
     """
@@ -140,9 +141,9 @@ def new_parameters(
 
 
 def logits_of(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Apply the heads of all configurations to samples: (configurations, samples, labels)."""
+    """Apply the heads of all configurations to samples, and return (configurations, samples, labels)."""
     if len(parameters) == 4:
-        # One matrix product for all configurations is faster than one for each.
+        # One matrix product for all configurations is faster than one per configuration.
         count, features, _ = parameters[0].shape
         first = x @ parameters[0].transpose(0, 1).reshape(features, -1)
         hidden = first.view(len(x), count, -1).transpose(0, 1) + parameters[1]
@@ -159,7 +160,7 @@ class ExpectedCounts(NamedTuple):
 
 
 def expected_counts(method: Method, split: Split) -> ExpectedCounts:
-    """Return the k of every sample: a multiple of the mean number of labels, or a prediction."""
+    """Return k for every sample: a multiple of the mean number of labels, or a prediction."""
     parts = (split.x, split.validation_x, split.test_x)
     if method.k is None:
         return _predicted_counts(split)
@@ -177,7 +178,7 @@ def train(
     steps: int,
     seed: int,
 ) -> list[Trained]:
-    """Train one model per configuration, and keep the weights from the epoch with its best validation mAP.
+    """Train one model per configuration, and keep its weights from the epoch with the best validation mAP.
 
     Args:
         method: The method.
@@ -186,7 +187,7 @@ def train(
         head: "linear" or "hidden".
         recipes: The configurations. They share initial weights and batches.
         steps: The number of steps, rounded to whole epochs.
-        seed: The seed of initial weights and batches.
+        seed: The seed for initial weights and batches.
 
     Returns:
         The best epoch of each configuration.
@@ -232,12 +233,12 @@ def train(
 
 
 def batch_size(samples: int) -> int:
-    """Return a 32nd of the number of samples, rounded down to a power of two between 32 and 256."""
+    """Return 1/32 of the number of samples, rounded down to a power of two and clipped to 32–256."""
     return 2 ** min(max((samples // 32).bit_length() - 1, 5), 8)
 
 
 class Cell(NamedTuple):
-    """A part of the study. Its rows are saved when it is complete."""
+    """A unit of work in the study. A cell counts as done once all of its rows are in the files."""
 
     dataset: str
     head: str
@@ -272,7 +273,7 @@ class Study:
             if steps != settings.steps:
                 raise BadInput(
                     f"`--steps` is {settings.steps}, but `--out` names `{settings.out}`, which contains "
-                    f"results of {steps} steps. Use another directory."
+                    f"results for {steps} steps. Use another directory."
                 )
 
         self.tried: dict[tuple[str, str, str], dict[Recipe, dict[int, float]]] = {}
@@ -280,12 +281,12 @@ class Study:
             self._remember(row)
 
     def _remember(self, row: TuningRecord) -> None:
-        """Store the validation mAP of a configuration by data set, head and method, and then by seed."""
+        """Store the validation mAP by data set, head and method, then by configuration, and then by seed."""
         tried = self.tried.setdefault((row.dataset, row.head, row.method), {})
         tried.setdefault(Recipe(row.learning_rate, row.weight), {})[row.seed] = row.validation_map
 
     def complete(self, cell: Cell) -> bool:
-        """Whether the files contain the cell. A result counts only if its configuration is the best one."""
+        """Whether the files contain the cell. A result counts only if it uses the best configuration."""
         if cell.draw == "tuning":
             return not any(self.missing_runs(cell).values())
         return any(
@@ -295,7 +296,7 @@ class Study:
         )
 
     def missing_runs(self, cell: Cell) -> dict[int, list[Recipe]]:
-        """Return the configurations that the search of a method tries next, for each tuning seed.
+        """Return the configurations that the search for a method tries next, for each tuning seed.
 
         The search starts with nine configurations. It continues with the neighbors of the best one until no
         neighbor is better. The lists are empty if the search is complete.
@@ -386,7 +387,7 @@ def _dataset(name: str, folder: Path) -> Dataset:
     return read_dataset(name, folder)
 
 
-@lru_cache(maxsize=8)  # one entry for each seed of a method
+@lru_cache(maxsize=8)  # enough for all seeds of a method
 def _split(name: str, folder: Path, seed: int, published: bool) -> Split:
     return split_of(_dataset(name, folder), seed, published)
 
@@ -406,7 +407,7 @@ def evaluate(
         split: The samples. The recalibration is fitted on the validation samples.
         counts: The numbers of labels that the method expects.
         model: The model.
-        at: The number of predictions for recall.
+        at: The number of predictions per sample for recall.
 
     Returns:
         The metrics, by their field names in `ResultRecord`.
@@ -442,14 +443,14 @@ def main(settings: MissingLabelsSettings) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     left = _compute(study, list(cells(settings)), console)
     if left:
-        console.print(f"{left} parts are left. Repeat the command to continue.", soft_wrap=True)
+        console.print(f"Parts left to compute: {left}. Repeat the command to continue.", soft_wrap=True)
     else:
         console.print(f"The study is complete. The results are in {settings.out}.", soft_wrap=True)
         console.print("Draw the figure with `torchlml figures missing-labels`.", soft_wrap=True)
 
 
 def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
-    """Compute missing cells until the time limit is reached, and return the number of cells that are left."""
+    """Compute missing cells until the time limit is reached, and return the number of remaining cells."""
     start, limit = time.monotonic(), 60 * study.settings.minutes
     with ProgressBar(console) as progress, use_threads(study.settings.threads):
         task = progress.add_task("cells", total=len(todo))
@@ -475,7 +476,7 @@ def check_settings(settings: MissingLabelsSettings) -> Path:
         ("--heads", settings.heads, HEADS),
     ):
         if not given:
-            raise BadInput(f"`{option}` needs at least one of {', '.join(known)}.")
+            raise BadInput(f"`{option}` must contain at least one of {', '.join(known)}, but it is empty.")
         for name in given:
             if name not in known:
                 near = did_you_mean(name, known) or f": the choices are {', '.join(known)}."

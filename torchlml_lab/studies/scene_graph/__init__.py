@@ -1,1 +1,1 @@
-"""Scene graphs: joint prediction of all relations of an image, on Visual Genome and VRD."""
+"""Scene graphs: joint prediction of all relations in an image, on Visual Genome and VRD."""

@@ -21,10 +21,10 @@ _PER_IMAGE = ("split", "img_to_first_box", "img_to_last_box", "img_to_first_rel"
 
 
 def read_visual_genome(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
-    """Read the three files of Visual Genome.
+    """Read the three Visual Genome files.
 
     Args:
-        folder: The directory of the files.
+        folder: The directory with the files.
 
     Returns:
         The training and test images. A missing, damaged or inconsistent file raises `BadInput`. The message
@@ -156,7 +156,7 @@ def read_vrd(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
     """Read `annotations_{train,test}.json`, `objects.json` and `predicates.json`.
 
     Args:
-        folder: The directory of the files. It may also contain `{train,test}_image_metadata.json` with the
+        folder: The directory with the files. It may also contain `{train,test}_image_metadata.json` with the
             width and height of each image. Otherwise, the extent of the boxes is used.
 
     Returns:
@@ -209,7 +209,7 @@ _ENDS = ("subject", "object")
 
 
 def _box(path: Path, name: str, annotation: Any, end: str) -> tuple[int, ...]:
-    """Return the class and box of the subject or object of a relation."""
+    """Return the class and box of a relation's subject or object."""
     try:
         numbers = (annotation[end]["category"], *annotation[end]["bbox"])
     except (KeyError, TypeError) as error:

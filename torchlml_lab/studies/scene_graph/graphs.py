@@ -1,4 +1,4 @@
-"""The scene graphs of many images as jagged tensors, their splits, batches and region features."""
+"""Scene graphs of many images as jagged tensors, with their splits, batches and region features."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ class Image(NamedTuple):
     labels: NDArray[np.int64]
     """(B,): object classes, counted from 0."""
     relations: NDArray[np.int64]
-    """(T, 3): subject box, object box and predicate, counted from 0; a pair may have several relations."""
+    """(T, 3): subject box, object box and predicate, counted from 0. Two boxes may have several relations."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SceneGraphs:
     labels: Tensor
     """(B,): object classes."""
     rows: Tensor
-    """(B,): the index of each box in the file, counted within its image. Region features have this order."""
+    """(B,): the index of each box within its image in the file, which also orders the region features."""
     box_offsets: Tensor
     relations: Tensor
     """(T, 3): subject box, object box, predicate, without duplicates."""
@@ -119,7 +119,7 @@ def collect(
     """Validate images and combine them.
 
     Args:
-        path: The file with the images, for error messages.
+        path: The file that the images were read from, for error messages.
         images: The images.
         objects: The names of the object classes.
         predicates: The names of the predicates.
@@ -171,8 +171,8 @@ def split(training: SceneGraphs, test: SceneGraphs, validation: int, seed: int) 
 
 
 def damaged(path: Path, name: str, said: str) -> BadInput:
-    """Return the error for a file whose entry for an image is invalid."""
-    return BadInput(f"`{path}` is damaged at the image `{name}`: {said}.")
+    """Return the error for an invalid image in a file."""
+    return BadInput(f"`{path}` is damaged at image `{name}`: {said}.")
 
 
 def _check(path: Path, image: Image, objects: int, predicates: int, first: int) -> None:
@@ -214,11 +214,11 @@ class RegionFeatures:
 
     The name of a group is that of the image: the `image_id` in Visual Genome, or the file name in VRD. A
     group has two arrays: `boxes` (B, d), in the order of the boxes in the scene-graph file, and `unions`
-    (B, B, d'), where [i, j] describes the pair or the union of boxes i and j.
+    (B, B, d'), where entry [i, j] describes the union of boxes i and j or the pair itself.
 
     Args:
         path: The file. An unreadable or invalid file raises `BadInput`.
-        graphs: The images that must be in the file; all of them are checked immediately.
+        graphs: The images that must be in the file; all of them are checked on construction.
     """
 
     def __init__(self, path: Path, graphs: Sequence[SceneGraphs]) -> None:
@@ -233,7 +233,7 @@ class RegionFeatures:
                     if len(sizes) > 1:
                         raise BadInput(
                             f"`--region-features`: the vectors of all images in `{path}` must have the same "
-                            f"length, but those of the image `{name}` have a different length."
+                            f"length, but those of image `{name}` differ."
                         )
         self.box_size, self.union_size = sizes.pop()
 
@@ -250,18 +250,18 @@ class RegionFeatures:
         return torch.cat(boxes), torch.cat(unions)
 
     def _check(self, file: h5py.File, name: str, boxes: int) -> tuple[int, int]:
-        where = f"`--region-features` is `{self.path}`, where the image `{name}`"
+        where = f"`--region-features` is `{self.path}`, where image `{name}`"
         if name not in file or not {"boxes", "unions"} <= set(file[name]):
             raise BadInput(f"{where} must contain the arrays `boxes` and `unions`, but it does not.")
         tables = [file[name][table] for table in ("boxes", "unions")]
         one, two = (table.shape for table in tables)
         if len(one) != 2 or len(two) != 3 or one[0] < boxes or two[:2] != (one[0], one[0]):
             raise BadInput(
-                f"{where} must have `boxes` of shape ({boxes}, d) and `unions` of shape ({boxes}, {boxes}, "
-                f"d'), but they have shapes {one} and {two}."
+                f"{where} must have `boxes` of shape (B, d) and `unions` of shape (B, B, d') with B at "
+                f"least {boxes}, but they have shapes {one} and {two}."
             )
         if any(table.dtype.kind != "f" for table in tables):
-            raise BadInput(f"{where} must have floating-point arrays, but they have a different type.")
+            raise BadInput(f"{where} must have floating-point arrays, but at least one has a different type.")
         return one[1], two[2]
 
 
@@ -279,11 +279,11 @@ class Batch(NamedTuple):
     labels: Tensor
     """(B,): object classes."""
     box_offsets: Tensor
-    """(N + 1,): the offsets of the boxes of each image."""
+    """(N + 1,): the offsets of each image's boxes."""
     edges: Tensor
     """(E, 2): subject box and object box, as indices into the batch."""
     edge_offsets: Tensor
-    """(N + 1,): the offsets of the edges of each image."""
+    """(N + 1,): the offsets of each image's edges."""
     relation_edges: Tensor
     """(T,): the edge of each true relation, in ascending order."""
     relation_predicates: Tensor
@@ -293,11 +293,11 @@ class Batch(NamedTuple):
     union_features: Tensor | None
     """(E, d'): the detector features of the union of each edge's boxes, if available."""
     bias_shift: Tensor | None = None
-    """(E, 1 + predicates): a correction that is added to the frequency bias, in training only."""
+    """(E, 1 + predicates): a correction that is added to the frequency bias during training only."""
 
 
 class GraphBatches(Dataset[Batch]):
-    """Scene graphs as a dataset whose `__getitems__(images)` returns a whole batch.
+    """A dataset of scene graphs whose `__getitems__(images)` returns a whole batch.
 
     Args:
         graphs: The images, each with at least two boxes.
@@ -359,10 +359,10 @@ def candidates(box_offsets: Tensor) -> tuple[Tensor, Tensor]:
         (tensor([[0, 1], [1, 0], [2, 3], [3, 2]]), tensor([0, 2, 4]))
 
     Args:
-        box_offsets: (N + 1,) offsets of the boxes of each image.
+        box_offsets: (N + 1,), the offsets of each image's boxes.
 
     Returns:
-        (E, 2) boxes, and (N + 1,) offsets of the pairs of each image.
+        (E, 2), the pairs of boxes; and (N + 1,), the offsets of each image's pairs.
     """
     boxes = box_offsets.diff()
     counts = boxes * (boxes - 1)

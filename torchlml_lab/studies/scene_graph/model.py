@@ -1,4 +1,4 @@
-"""MotifNet-LeftRight (Zellers et al. 2018) for predicate classification with given boxes and labels.
+"""MotifNet-LeftRight (Zellers et al. 2018) for predicate classification with given boxes and object labels.
 
 The second half of this module computes the priors of the network: the frequency of each relation between two
 object classes, and word vectors.
@@ -20,16 +20,16 @@ POSITION = 128
 
 
 class MotifNet(nn.Module):
-    """A network that scores every predicate on every candidate edge of the images in a batch.
+    """A network that scores every predicate for every candidate edge of the images in a batch.
 
     Args:
         objects: The number of object classes.
-        outputs: The number of scores per edge: one per predicate, and one for "no relation" if it is learned.
+        outputs: The number of scores per edge: one per predicate, and one for "no relation" if needed.
         bias: (objects, objects, outputs) the initial frequency bias, or None for no bias.
         vectors: (objects, d) the initial object embeddings (zero rows are initialized randomly), or None.
         regions: The sizes of the region features of boxes and unions, or None for a model without vision.
-        hidden: The size of an object's context vector, which joins both directions of the LSTM.
-        dropout: The dropout probability of embeddings and contexts.
+        hidden: The size of an object's context vector, which concatenates both directions of the LSTM.
+        dropout: The dropout probability for embeddings and contexts.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class MotifNet(nn.Module):
 class _SmallConvolution(nn.Conv2d):
     """A 3 x 3 convolution with stride 2, applied to flattened images.
 
-    It is computed as one matrix product over all edges. The matrix is the convolution of all unit images, of
-    which there are far fewer than edges. With so many tiny images, the backward pass of a direct convolution
+    It is computed as one matrix product over all edges. The rows of the matrix are the convolved unit images,
+    which are far fewer than the edges. With so many tiny images, the backward pass of a direct convolution
     takes twice as long.
     """
 
@@ -111,7 +111,7 @@ class _SmallConvolution(nn.Conv2d):
 
 
 class _Context(nn.Module):
-    """A bidirectional LSTM over the boxes of an image from left to right, which gives each box a context."""
+    """A bidirectional LSTM over the boxes of an image from left to right; it returns one vector per box."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -143,16 +143,17 @@ def masks(subject: Tensor, object_: Tensor) -> Tensor:
     low = torch.minimum(subject[:, :2], object_[:, :2]).unsqueeze(1)
     size = (torch.maximum(subject[:, 2:], object_[:, 2:]).unsqueeze(1) - low).clamp(min=1e-6)
     corners = torch.stack((subject, object_), 1).unflatten(2, (2, 2))
-    corners = (corners - low.unsqueeze(2)) / size.unsqueeze(2) * GRID  # (E, box, low or high, x or y)
+    corners = (corners - low.unsqueeze(2)) / size.unsqueeze(2) * GRID  # (E, which box, low or high, x or y)
     cell = torch.arange(GRID, device=subject.device)
     start, end = corners.unsqueeze(-1).unbind(2)
     covered = (torch.minimum(end, cell + 1) - torch.maximum(start, cell)).clamp(min=0)
-    # covered is (E, box, x or y, cell); a rectangle is the outer product of its two sides.
+    # covered is (E, which box, x or y, cell). The coverage of a rectangle is the outer product of the
+    # coverages along its two sides.
     return covered[:, :, 1].unsqueeze(3) * covered[:, :, 0].unsqueeze(2) - 0.5
 
 
 def _places(boxes: Tensor) -> Tensor:
-    """Return the center, size and log size of boxes in [0, 1]."""
+    """Return the center, size and log size of boxes with coordinates in [0, 1]."""
     size = boxes[:, 2:] - boxes[:, :2]
     return torch.cat((boxes[:, :2] + size / 2, size, size.clamp(min=1e-4).log()), 1)
 
@@ -165,7 +166,7 @@ def _embedding(objects: int, width: int, vectors: Tensor | None) -> nn.Embedding
     return table
 
 
-# Added to each frequency before the logarithm, as in Motifs.
+# Added to each frequency before taking the logarithm, as in Motifs.
 FLOOR = 1e-3
 
 
@@ -189,7 +190,7 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
 
 
 class LeaveOneOut:
-    """A correction of the frequency bias that excludes each training image from its own counts.
+    """A correction to the frequency bias that excludes each training image from its own counts.
 
     A bias that is computed from the training images leaks their labels: if a pair of classes occurs in only
     one image, its bias reveals the relation in that image.
@@ -244,7 +245,7 @@ def _logarithm(none: Tensor, found: Tensor) -> Tensor:
 
 
 def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
-    """Read the GloVe vectors of object names.
+    """Read the GloVe vectors for object names.
 
     Args:
         path: The official text file, with a word and its vector per line, or an npz file with `names` and
@@ -270,8 +271,8 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
         raise BadInput(f"{where} cannot be read: {said}.") from error
     if len({vector.shape for vector in vectors.values()}) != 1:
         raise BadInput(
-            f"{where} must contain vectors of equal length for the objects, but it contains none, or their "
-            "lengths differ."
+            f"{where} must contain vectors of equal length for the object names, but it contains none, or "
+            "their lengths differ."
         )
     zero = np.zeros_like(next(iter(vectors.values())))
     rows = []
@@ -285,7 +286,7 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
 
 
 def _read_counts(path: Path, objects: int, predicates: int) -> Tensor:
-    """Read the counts (objects^2, predicates) from the file of `--counts`."""
+    """Read the counts (objects^2, predicates) from the file given by `--counts`."""
     where = f"`--counts` is `{path}`, which"
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -301,7 +302,7 @@ def _read_counts(path: Path, objects: int, predicates: int) -> Tensor:
         ("subject", "object", "predicate"), columns, (objects, objects, predicates), strict=False
     ):
         if len(column) and not 1 <= column.min() <= column.max() <= most:
-            raise BadInput(f"{where} contains a `{name}` that is not from 1 to {most}.")
+            raise BadInput(f"{where} contains a `{name}` that is not between 1 and {most}.")
     if len(columns[3]) and columns[3].min() < 0:
         raise BadInput(f"{where} contains a negative `count`.")
     subject, object_, predicate, count = (torch.from_numpy(column.astype(np.int64)) for column in columns)

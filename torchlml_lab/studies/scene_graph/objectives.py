@@ -1,4 +1,4 @@
-"""The training objectives, and parsing of method names such as `lml-20`."""
+"""The training objectives, and a parser for method names such as `lml-20`."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ EDGES_PER_IMAGE = 1024
 
 
 def has_background(objective: Objective) -> bool:
-    """Whether an edge has a score for "no relation", which precedes the scores of the predicates."""
+    """Whether each edge has a score for "no relation", which precedes the scores of the predicates."""
     return objective == "softmax"
 
 
@@ -31,10 +31,10 @@ def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edg
 
     Args:
         objective: The name of the loss.
-        scores: (E, predicates), with "no relation" first for `softmax`.
+        scores: (E, predicates), or (E, 1 + predicates) with "no relation" first for `softmax`.
         batch: The images.
         k: The number of relations per image that `lml` and `truncated-entropy` predict.
-        one_per_edge: Whether to use one random relation per edge, as `softmax` does, instead of all.
+        one_per_edge: Whether to use one random relation per edge, as for `softmax`, instead of all relations.
 
     Returns:
         A scalar. For `softmax`, it is the mean over edges, as in Motifs. For the other losses, it is the mean
@@ -56,7 +56,7 @@ def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edg
 
 
 def ranking(objective: Objective, scores: Tensor) -> Tensor:
-    """Return scores (E, predicates) that rank the triples like their probabilities do."""
+    """Return scores (E, predicates) that rank the triples in the same order as their probabilities."""
     return scores.softmax(1)[:, 1:] if has_background(objective) else scores
 
 
@@ -70,13 +70,13 @@ def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
     k = min(k, flat.numel())
     if objective == "lml":
         return torchlml.lml(flat, k).view_as(scores)
-    # The probability of a label, compared with the competitors that the loss does not ignore.
+    # The probability of a label against only the competitors that the loss does not ignore.
     rest = flat.topk(flat.numel() - k, largest=False).values.logsumexp(0)
     return (scores - rest).sigmoid()
 
 
 def _softmax(scores: Tensor, edge: Tensor, predicate: Tensor, images: int) -> Tensor:
-    """Compute the mean cross-entropy of the edges. Edges without a relation are sampled if there are many."""
+    """Compute the mean cross-entropy over edges. Edges without a relation are sampled if necessary."""
     label = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     label[edge] = predicate + 1
     most = EDGES_PER_IMAGE * images
@@ -105,12 +105,12 @@ class Method(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in tables and options, such as `softmax` and `lml-20`."""
+        """The name in tables and options, such as `softmax` or `lml-20`."""
         return self.objective if self.k is None else f"{self.objective}-{self.k}"
 
 
 def method_of(objective: Objective, k: int) -> Method:
-    """Return the method for an objective and k. The k is dropped if the objective does not take it."""
+    """Return the method for an objective and k, without k if the objective does not take it."""
     return Method(objective, k if takes_k(objective) else None)
 
 
@@ -131,7 +131,7 @@ def find_method(name: str) -> Method | None:
 
 
 def parse_method(name: str) -> Method:
-    """Parse a method of `--methods`; an unknown name raises `BadInput`."""
+    """Parse a method name from `--methods`; an unknown name raises `BadInput`."""
     method = find_method(name)
     if method is None:
         known = ", ".join(f"{one}-K" if takes_k(one) else one for one in OBJECTIVES)

@@ -1,4 +1,4 @@
-"""`torchlml predict` for scene-graph runs: print and draw the relations of an image."""
+"""`torchlml predict` for scene-graph runs: print and draw the predicted relations in an image."""
 
 from collections import defaultdict
 from math import cos, degrees, pi, sin
@@ -21,14 +21,14 @@ from torchlml_lab.studies.scene_graph.task import TrainedGraphs, load, vision
 _BACK = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 _LINE = 0.165  # height of a line of the list, in inches
 _BEND = 0.12  # curvature of an arrow, relative to its length
-_NEAR_SUBJECT = 0.3  # position of an arrow's label, closer to the subject, because arrows may meet at objects
+_NEAR_SUBJECT = 0.3  # position of an arrow's label, near the subject because arrows may meet at objects
 
 
 class Triple(NamedTuple):
     """One predicted relation."""
 
     ends: tuple[tuple[int, int], ...]
-    """Subject and object, each as a pair of object class and box index."""
+    """The subject and the object, each as an object class and a box index."""
     predicate: str
     probability: float
     observed: bool
@@ -42,7 +42,7 @@ def draw(graphs: SceneGraphs, image: int, triples: list[Triple], picture: Path) 
         graphs: The images.
         image: The index of the image.
         triples: Its predicted relations, best first.
-        picture: The PNG or SVG to write.
+        picture: The PNG or SVG file to write.
     """
     names = {box: f"{graphs.objects[label]} {box + 1}" for one in triples for label, box in one.ends}
     tall = max(6.4, _LINE * len(triples) + 0.5)
@@ -69,7 +69,7 @@ def _draw_boxes(axes: Axes, graphs: SceneGraphs, image: int, used: set[int]) -> 
             Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, linewidth=line, zorder=line)
         )
         if number in used:
-            # Use the first position on the box where the number does not cover another one, or the center.
+            # Use the first position on the box where the number covers no other number, or else the center.
             spots = [(a, b) for b in (y1, (y1 + y2) / 2, y2) for a in (x1, (x1 + x2) / 2, x2)]
             free = (
                 spot
@@ -154,7 +154,7 @@ FEW_OBJECTS = 8
 
 
 def main(settings: PredictSettings) -> None:
-    """Predict the relations of an image, draw them and print them."""
+    """Predict the relations in an image, draw them and print them."""
     if not 1 <= settings.relations <= MOST_RELATIONS:
         raise BadInput(f"`--relations` must be from 1 to {MOST_RELATIONS}, but it is {settings.relations}.")
     check_picture(settings.out)
@@ -179,7 +179,7 @@ def main(settings: PredictSettings) -> None:
 
 
 def predict(run: TrainedGraphs, split: str, image: int, count: int) -> list[Triple]:
-    """Return the most probable relations of an image, best first."""
+    """Return the `count` most probable relations in an image, best first."""
     graphs = getattr(run.splits, split)
     batch = GraphBatches(graphs, run.regions).__getitems__([image])
     with torch.no_grad():
@@ -198,7 +198,7 @@ def predict(run: TrainedGraphs, split: str, image: int, count: int) -> list[Trip
 
 
 def usual_image(graphs: SceneGraphs) -> int:
-    """Return the default image, which has the most relations among the images with few objects."""
+    """Return the default image: the one with the most relations among the images with few objects."""
     objects, relations = graphs.box_offsets.diff(), graphs.relation_offsets.diff()
     few = objects <= max(FEW_OBJECTS, int(objects.min()))
     return int(torch.where(few, relations, -1).argmax())
@@ -210,4 +210,4 @@ def _find(run: TrainedGraphs, name: str | None) -> tuple[str, int]:
     for split, graphs in run.splits._asdict().items():
         if name in graphs.names:
             return split, graphs.names.index(name)
-    raise BadInput(f"`--image` must be an image with relations in the data of the run, but it is {name}.")
+    raise BadInput(f"`--image` must be an image with relations in the run's data, but it is `{name}`.")

@@ -20,9 +20,9 @@ class SceneGraphSettings(TrainSettings):
     """Train MotifNet-LeftRight to predict the relations between given objects; requires --vg or --vrd.
 
     Boxes and object labels are given (predicate classification). Without --region-features the model has no
-    visual input. After every epoch, it is evaluated on the validation images and on as many training images.
-    The epoch with the best validation recall (the mean of R@20, R@50 and R@100, with and without the graph
-    constraint) is evaluated on the test images.
+    visual input. After every epoch, it is evaluated on the validation images and on an equal number of
+    training images. The epoch with the best validation recall (the mean of R@20, R@50 and R@100, with and
+    without the graph constraint) is evaluated on the test images.
     """
 
     out: Path = Path("runs/scene-graph")
@@ -31,21 +31,21 @@ class SceneGraphSettings(TrainSettings):
     vrd: Path | None = None
     """The VRD directory: `annotations_{train,test}.json`, `objects.json` and `predicates.json`."""
     objective: Objective = "lml"
-    """The loss function: softmax on each edge (as in Motifs), or another loss on the whole image."""
+    """The loss function: softmax per edge (as in Motifs), or one of the other losses over the whole image."""
     k: int = 20
     """The number of relations per image that lml and truncated-entropy predict in training, at least 1."""
     one_per_edge: bool = False
     """In each step, train on one random relation per edge, as softmax does, instead of all relations."""
     glove: Path | None = None
-    """GloVe vectors for the label embeddings: the official text, or an npz of `names` and `vectors`."""
+    """GloVe vectors for the label embeddings: the official text, or an npz with `names` and `vectors`."""
     counts: Path | None = None
-    """Counts for the frequency bias: an npz of `subject`, `object`, `predicate` (from 1) and `count`."""
+    """Counts for the frequency bias: an npz with `subject`, `object`, `predicate` (from 1) and `count`."""
     leave_one_out: bool = False
-    """In training, exclude each image from the counts of its own frequency bias."""
+    """During training, exclude each image from the counts for its own frequency bias."""
     without_bias: bool = False
     """Train without a frequency bias. By default, it is computed from the training images."""
     region_features: Path | None = None
-    """Features of your own detector: an HDF5 file with a group per image that has `boxes` and `unions`."""
+    """Features from your own detector: an HDF5 file with `boxes` and `unions` in one group per image."""
     validation: int = 300
     """The number of training images held out to select the best epoch."""
     split_seed: int = 0
@@ -53,7 +53,7 @@ class SceneGraphSettings(TrainSettings):
     hidden: int = 256
     """The size of an object's context vector, an even number; the vector of a pair has twice this size."""
     dropout: float = 0.2
-    """The dropout probability of embeddings and contexts."""
+    """The dropout probability for embeddings and contexts."""
     epochs: int = 8
     """The number of epochs, at least 1; the learning rate decays to 0 along a cosine."""
     batch_size: int = 16
@@ -76,19 +76,19 @@ class SweepSettings(GridSettings):
 
     out: Path = Path("runs/scene-graph-sweep")
     methods: tuple[str, ...] = METHODS
-    """The loss functions: softmax, bce, lml-K and truncated-entropy-K, where K is any number of relations."""
+    """The loss functions: softmax, bce, lml-K or truncated-entropy-K, where K is the number of relations."""
     biases: tuple[Bias, ...] = ()
     """The frequency biases for each method: counted (on training images), leave-one-out (without the image
-    itself), outside (from `--run.counts`) or none. By default, the bias of the `--run` options."""
+    itself), outside (from `--run.counts`) or none. By default, the `--run` options determine the bias."""
     once: tuple[str, ...] = ()
-    """The methods that run with the first seed only."""
+    """The methods to run with the first seed only."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds for each method."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep. Each method and bias uses the learning rate that was best on validation. A
-    k that was not tuned uses the rate of the nearest k with the same loss."""
+    """The CSV of an earlier sweep. Each method and bias uses the learning rate that was best on validation in
+    that sweep. A k that was not tuned uses the rate of the nearest k with the same loss."""
     run: SceneGraphSettings = field(default_factory=SceneGraphSettings)
-    """Settings shared by all runs, as for `torchlml train scene-graph`."""
+    """The settings shared by all runs, as for `torchlml train scene-graph`."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class MovedData:
 
 @dataclass(frozen=True)
 class EvaluateSettings(MovedData):
-    """Print the recalls of the best checkpoint of a scene-graph run, and those of the frequency baseline."""
+    """Print the recalls of a scene-graph run's best checkpoint and of the frequency baseline."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
@@ -121,17 +121,17 @@ class EvaluateSettings(MovedData):
 
 @dataclass(frozen=True)
 class ObjectiveTimesSettings(StepTimeSettings, MovedData):
-    """Time training steps with each loss on the same images, which a run, --vg or --vrd provides."""
+    """Time training steps with each loss on the same images, from a run's data, --vg or --vrd."""
 
     run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """A run directory that provides the data and settings; not needed with --vg or --vrd."""
     k: int | None = None
-    """The k of lml and truncated-entropy, at least 1; by default the k of the run, or 20."""
+    """The k of lml and truncated-entropy, at least 1. By default, the k of the run, or 20 without a run."""
 
 
 @dataclass(frozen=True)
 class PredictSettings(MovedData):
-    """Print and draw the most probable relations of an image, from the best checkpoint of a run."""
+    """Print and draw the most probable relations in an image, as predicted by a run's best checkpoint."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
@@ -141,4 +141,4 @@ class PredictSettings(MovedData):
     relations: int = 10
     """The number of relations to print and draw, from 1 to 50."""
     out: Path = Path("torchlml-figures/scene-graph-prediction.png")
-    """The PNG or SVG to write; its directory is created if it does not exist."""
+    """The PNG or SVG file to write; its directory is created if it does not exist."""

@@ -34,18 +34,18 @@ from torchlml_lab.studies.scene_graph.task import (
 )
 
 FREQUENCY = "frequency"
-"""The name of the untrained baseline, which ranks relations by their frequency only."""
+"""The name of the untrained baseline, which ranks relations only by their frequency."""
 
 
 @dataclass(frozen=True)
 class RecallRecord:
-    """The recalls of one evaluation, with its run, epoch and split."""
+    """The recalls from one evaluation, with its run, epoch and split."""
 
     data: str
     """`vg` or `vrd`."""
     vision: str
     method: str
-    """The objective with its k, if it has one, such as `lml-20`."""
+    """The objective and its k, if it has one, such as `lml-20`."""
     variant: str
     """The differences from the default run, such as `without-bias`."""
     seed: int
@@ -79,7 +79,7 @@ def columns(measures: dict[str, float]) -> dict[str, float]:
 
 
 def column(measure: str) -> str:
-    """Return the column name of a metric: `ng_r20` for `ng-R@20`."""
+    """Return the column name of a metric, such as `ng_r20` for `ng-R@20`."""
     return measure.lower().replace("@", "").replace("-", "_")
 
 
@@ -99,7 +99,7 @@ def best_rates(
 
     Args:
         records: The records of a tuning sweep; test records are not used.
-        cells: The pairs of method and variant that need a learning rate.
+        cells: The (method, variant) pairs that need a learning rate.
         path: The file with the records, for error messages.
 
     Returns:
@@ -133,20 +133,20 @@ def _nearest(method: str, tuned: Collection[str]) -> str:
 
 
 def title_of(rows: Sequence[RecallRecord], split: str) -> str:
-    """Return the title of the table of recalls on a split."""
+    """Return the title of the recall table for a split."""
     about = next(row for row in rows if row.method != FREQUENCY)
     return (
-        f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
-        "deviation over the seeds"
+        f"Recall in % (mean±standard deviation over the seeds) on {about.data} {split} images; predicate "
+        f"classification, {about.vision}"
     )
 
 
-# The sweep sets these options of a run itself.
+# The options of a run that the sweep sets itself.
 _CHOSEN = ("out", "resume", "objective", "k", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run all combinations that are not finished."""
+    """Run all unfinished combinations."""
     runs = grid(settings)
     baseline = frequencies(settings, read(settings.run))
 
@@ -163,7 +163,7 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
     parsed = {method: parse_method(method) for method in settings.methods}
     for method in settings.once:
         if method not in parsed:
-            raise BadInput(f"`--once` must contain only methods of `--methods`, but it contains `{method}`.")
+            raise BadInput(f"`--once` may contain only methods from `--methods`, but it contains `{method}`.")
     kinds = _kinds(settings)
     cells = [(method, variant(kind)) for kind in kinds for method in parsed]
     rates = dict.fromkeys(cells, settings.learning_rates or (settings.run.learning_rate,))
@@ -172,8 +172,8 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
         best = best_rates(rows, cells, settings.tuned)
         rates = {cell: (rate,) for cell, rate in best.items()}
     runs = []
-    # The seed varies slowest, then the index of the rate, so that a sweep stopped early still covers every
-    # method with the first rates.
+    # The seed varies slowest, followed by the index of the rate, so that a sweep stopped early still covers
+    # every method with the first rates.
     tries = max(len(found) for found in rates.values())
     for seed, place, kind, method in product(settings.seeds, range(tries), kinds, parsed):
         if method in settings.once and seed != settings.seeds[0]:
@@ -215,7 +215,7 @@ def _kinds(settings: SweepSettings) -> list[SceneGraphSettings]:
 
 
 def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[RecallRecord]:
-    """Return the records of a run: train and validation after each epoch, and test after the best epoch."""
+    """Return a run's records: on train and validation after each epoch, and on test after the best epoch."""
     return [
         _record(
             settings,
@@ -293,7 +293,7 @@ def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
 
 
 def _tables(rows: Sequence[RecallRecord]) -> Group:
-    """Tabulate the mean and standard deviation of the test recalls of every method, in a table per mode."""
+    """Tabulate the mean and standard deviation of each method's test recalls, with one table per mode."""
     groups: dict[tuple[str, str, float], list[RecallRecord]] = defaultdict(list)
     validation: dict[tuple[str, str, float], list[float]] = defaultdict(list)
     for row in rows:
@@ -304,7 +304,7 @@ def _tables(rows: Sequence[RecallRecord]) -> Group:
             validation[key].append(row.recall)
     shown = []
     for mode, names in zip(MODES, (RECALLS[: len(KS)], RECALLS[len(KS) :]), strict=True):
-        title = f"\ntest recall in %, {mode}, mean±deviation over the seeds; {rows[-1].vision}"
+        title = f"\ntest recall in %, {mode}, mean±std over the seeds; {rows[-1].vision}"
         output = plain_table(title, ("method", "lr", "seeds", "val mean", *names))
         for key, group in sorted(groups.items()):
             cells = [spread([getattr(row, column(name)) for row in group], 1) for name in names]

@@ -36,14 +36,14 @@ from torchlml_lab.studies.scene_graph.settings import (
 )
 
 KS = (20, 50, 100)
-BATCH = 64  # images per batch in evaluation
+BATCH = 64  # images per evaluation batch
 MODES = ("constrained", "unconstrained")
 RECALLS = tuple(f"{mode}R@{k}" for mode in ("", "ng-") for k in KS)
 """The recalls with the graph constraint (one predicate per pair) and without it (prefix `ng-`)."""
 MEAN_RECALLS = tuple(f"{mode}mR@{k}" for mode in ("", "ng-") for k in KS)
 CHOSEN_BY = "recall"
 """The mean of `RECALLS`, which does not favor the k of any objective."""
-_HERE: dict[str, Any] = {"sync_on_compute": False}  # `score` already gathers all processes
+_HERE: dict[str, Any] = {"sync_on_compute": False}  # `score` already gathers results from all processes
 
 
 Scored = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]
@@ -58,7 +58,7 @@ def score(
     Args:
         rank_by: Computes the scores (E, predicates) that rank the triples of each image.
         batches: The images.
-        accelerator: Gathers the images of all processes, without duplicates.
+        accelerator: Gathers the images from all processes, without duplicates.
 
     Yields:
         The predictions and targets of a batch.
@@ -71,7 +71,7 @@ def score(
 
 
 def measure(scored: Iterable[Scored]) -> dict[str, float]:
-    """Return the six recalls, their mean as `recall`, and the six mean recalls over predicates (0 to 1)."""
+    """Return six recalls, their mean as `recall`, and six recalls averaged over predicates (0 to 1)."""
     metrics = [SceneGraphRecall(KS, one, mean, **_HERE) for mean in (False, True) for one in (True, False)]
     for predicted, true in scored:
         for metric in metrics:
@@ -89,8 +89,8 @@ def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tenso
         predicates: The number of predicates.
 
     Returns:
-        (modes x ks, predicates), in the order of `RECALLS`, with NaN for predicates without images; and
-        (predicates,), the number of images with each predicate.
+        (modes x ks, predicates), the recalls in the order of `RECALLS`, with NaN for predicates that occur in
+        no image; and (predicates,), the number of images with each predicate.
     """
     table = torch.full((len(RECALLS), predicates), torch.nan, dtype=torch.float64)
     images = torch.zeros(predicates, dtype=torch.int64)
@@ -111,7 +111,7 @@ def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tenso
 def frequency_recall(
     splits: Splits, split: str, counts: Path | None, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Return the recalls of the frequency bias alone on a split."""
+    """Return the recalls on a split when ranking only by the frequency bias."""
     table = log_frequencies(splits.training, counts)
 
     def rank_by(batch: Batch) -> Tensor:
@@ -266,14 +266,14 @@ class TrainedGraphs(NamedTuple):
     regions: RegionFeatures | None
     model: MotifNet
     epoch: int
-    """The epoch of the weights, which is the best on validation so far."""
+    """The epoch of the weights: the best one on validation so far."""
 
 
 def load(run: Path, moved: MovedData) -> TrainedGraphs:
     """Load a run and read its data.
 
     Args:
-        run: A run directory of `torchlml train scene-graph`; any other directory raises `BadInput`.
+        run: A directory created by `torchlml train scene-graph`; any other directory raises `BadInput`.
         moved: The current paths of its data.
 
     Returns:
