@@ -99,13 +99,13 @@ def test_version_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (["trian"], "no command `trian`: did you mean `train`?"),
-        (["nonsense"], "no command `nonsense`: the commands are demo, "),
-        (["--versoin"], "did you mean `--version`?"),
-        (["bench", "layr"], "Unknown NAME `layr` for `torchlml bench`: did you mean `layer`?"),
+        (["trian"], "no command `trian`. Did you mean `train`?"),
+        (["nonsense"], "no command `nonsense`. The commands are demo, "),
+        (["--versoin"], "Did you mean `--version`?"),
+        (["bench", "layr"], "Unknown NAME `layr` for `torchlml bench`. Did you mean `layer`?"),
         (["bench", "peers-of-mine"], f"the names are {', '.join(BENCHMARKS)}."),
-        (["bench", "paper", "--trails", "3"], "no option `--trails`: did you mean `--trials`?"),
-        (["bench", "paper", "--trails=3"], "no option `--trails`: did you mean `--trials`?"),
+        (["bench", "paper", "--trails", "3"], "no option `--trails`. Did you mean `--trials`?"),
+        (["bench", "paper", "--trails=3"], "no option `--trails`. Did you mean `--trials`?"),
         (["bench", "paper", "--trials", "3", "4"], "Unexpected argument `4`"),
         (
             ["bench", "paper", "--trials", "a"],

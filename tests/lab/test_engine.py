@@ -219,7 +219,7 @@ def test_a_run_of_another_version_is_rejected(capsys, unfinished):
 
 def test_a_run_of_another_experiment_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", experiment="scene-graph")
-    assert "is a run of `scene-graph`" in rejected(capsys, resume(unfinished))
+    assert "is a run of the task `scene-graph`" in rejected(capsys, resume(unfinished))
 
 
 def test_other_settings_are_rejected(capsys, unfinished):

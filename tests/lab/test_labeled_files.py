@@ -173,9 +173,9 @@ def test_bad_files(tmp_path: Path, name: str, text: str, needle: str) -> None:
 def test_bad_columns(tmp_path: Path) -> None:
     good = 'title,size,tags\n"a\nb",1,x\nc,2 cm,y\n'
     for columns, needle in (
-        (Columns(("titel",)), "has no column `titel`: did you mean `title`?"),
+        (Columns(("titel",)), "has no column `titel`. Did you mean `title`?"),
         (Columns(numbers=("size",)), "line 4: column `size` has `2 cm`, which is not a finite number"),
-        (Columns(labels=("topic",)), "has no column `topic`: its columns are `title`, `size`, `tags`."),
+        (Columns(labels=("topic",)), "has no column `topic`. Its columns are `title`, `size`, `tags`."),
         (Columns(("tags", "title")), "the column `tags` contains the labels"),
     ):
         with pytest.raises(BadInput) as said:

@@ -139,7 +139,7 @@ def test_bad_samples(run: Path, mixed: Path, tmp_path: Path) -> None:
         (texts, 3, f"{wanted}is a value of type `int`"),
         (texts, ["a", 3], f"{wanted}contains one text"),
         (texts, sparse.csr_array((2, 2)), f"{wanted}is a sparse matrix"),
-        (texts, {"texts": ["a"]}, "`samples` has no column `text`: did you mean `texts`?"),
+        (texts, {"texts": ["a"]}, "`samples` has no column `text`. Did you mean `texts`?"),
         (table, ["a"], "a table with the columns `title`, `body`, `size`, but it is a list of texts"),
         (table, {"title": ["a"], "body": ["b", "c"], "size": [1]}, "1 in `title`, 2 in `body`, 1 in `size`"),
         (table, [{"title": "a", "body": "b", "size": "big"}], "`samples`, row 0: column `size` has `big`"),
@@ -153,7 +153,7 @@ def test_bad_samples(run: Path, mixed: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a run directory"):
         torchlml_lab.load_run(tmp_path)
     (tmp_path / "run.json").write_text('{"format": 2, "experiment": "recommend", "run": "a", "versions": {}}')
-    with pytest.raises(ValueError, match="is a run of `recommend`, not of `multilabel`"):
+    with pytest.raises(ValueError, match="is a run of the task `recommend`, not `multilabel`"):
         torchlml_lab.load_run(tmp_path)
 
 

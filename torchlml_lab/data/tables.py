@@ -281,7 +281,7 @@ def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
             near = did_you_mean(name, table)
             raise BadInput(
                 f"`{cells.path}` has no column `{shown(name)}`"
-                + (near or f": its columns are {listed(table)}.")
+                + (near or f". Its columns are {listed(table)}.")
             )
     if labeled and not labels:
         first = {name: column[:_DETECTED] for name, column in table.items()}
