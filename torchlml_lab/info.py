@@ -62,7 +62,7 @@ _INSTRUCTIONS = {"v3": "AVX2", "v4": "AVX-512"}
 
 
 def kernel() -> str:
-    """Return the name of the kernel for CPU tensors, `C++ (AVX2)`, or `pure PyTorch` with the reason."""
+    """Return the name of the CPU kernel, such as `C++ (AVX2)`, or `pure PyTorch` with the reason."""
     from torchlml._cpu import loader
 
     absence = loader.absence()
@@ -73,7 +73,7 @@ def kernel() -> str:
 
 
 def gpu_kernel() -> str:
-    """Return the name of the kernel for GPU tensors, such as `Triton 3.7.1`, or why Triton is not used."""
+    """Return the name of the GPU kernel, such as `Triton 3.7.1`, or why Triton is not used."""
     import torch
 
     from torchlml._triton import self_test
