@@ -156,7 +156,7 @@ def resuming(settings: Settings) -> Settings:
 def _run_all(
     grid: Grid[Any, Any], done: dict[Path, dict[str, Any]], path: Path, workers: int, console: Console
 ) -> dict[str, str]:
-    """Execute the unfinished runs, add them to `done` and to the CSV, and return the reason for each failure."""
+    """Execute the unfinished runs, add them to `done` and the CSV, and return the reason for each failure."""
     failed: dict[str, str] = {}
     pool = ProcessPoolExecutor(workers, _fresh_processes(grid), _prepare_worker)
     with ProgressBar(console) as progress:
