@@ -125,7 +125,7 @@ def test_sparse_features(features: Path, tmp_path: Path) -> None:
     assert [row[0] for row in model.predict(sparse.csc_matrix(x))] == ["2", "0", "1"]
     for wrong, needle in (
         (["a text"], "must be a sparse matrix or the path of a file, but it is a value of type `list`"),
-        (sparse.csr_array(np.full((1, 2), np.nan)), "must contain finite numbers only"),
+        (sparse.csr_array(np.full((1, 2), np.nan)), "must contain only finite numbers"),
     ):
         with pytest.raises(ValueError, match=needle):
             model.predict(wrong)
@@ -211,7 +211,7 @@ def test_bad_exports(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
         capsys, ["export", run, "--format", "java"]
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "`--format onnx` needs the package `onnx`: run `pip install 'torchlml[onnx]'`" in rejected(
+    assert "`--format onnx` needs the package `onnx`. Run `pip install 'torchlml[onnx]'`" in rejected(
         capsys, ["export", run, "--out", tmp_path / "a.onnx"]
     )
 
@@ -376,6 +376,6 @@ def test_runs_that_cannot_be_continued(run: Path, features: Path, tmp_path: Path
         ([tmp_path], "is not a run directory"),
         ([features], "`--train` must be sparse features, as in"),
         ([run, "--hidden", 7], "`--hidden` must be 256, as in"),
-        ([run, "--texts", "text"], "The columns are those of `--continue-from`"),
+        ([run, "--texts", "text"], "`--continue-from` determines the columns"),
     ):
         assert needle in rejected(capsys, [*words, *more])

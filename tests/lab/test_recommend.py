@@ -315,7 +315,7 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
 
 REJECTED = {
     "": "`--train` is missing",
-    "--train FILE --loss softmax --k 3": "The loss `softmax` does not take `k`, but it is 3",
+    "--train FILE --loss softmax --k 3": "The loss `softmax` does not take `k`, but `k` is 3",
     "--train FILE --loss truncated-entropy --k labels": (
         "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`"
     ),

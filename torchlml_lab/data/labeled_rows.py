@@ -260,8 +260,8 @@ def rename(rows: LabeledRows, path: Path | None, option: str) -> LabeledRows:
     for label in rows.names:
         if not (label.isascii() and label.isdigit() and int(label) < len(names)):
             raise BadInput(
-                f"`{option}` must name every label, but `{path}` contains {len(names)} names, for labels from "
-                f"0 to {len(names) - 1}, and there is a label `{label}`."
+                f"`{option}` must name every label, but `{path}` contains {len(names)} names, for labels "
+                f"from 0 to {len(names) - 1}, and there is a label `{label}`."
             )
     return replace(rows, names=[names[int(label)] for label in rows.names])
 

@@ -229,5 +229,7 @@ def _read(path: Path, option: str) -> Matrix:
     if not matrix.shape[0] or not matrix.shape[1]:
         raise BadInput(f"`{option}` names `{path}`, which is empty: its shape is {matrix.shape}.")
     if matrix.dtype.kind not in "biuf":
-        raise BadInput(f"`{option}` names `{path}`, whose entries have dtype {matrix.dtype}, not a number type.")
+        raise BadInput(
+            f"`{option}` names `{path}`, whose entries must be numbers, but their dtype is {matrix.dtype}."
+        )
     return matrix
