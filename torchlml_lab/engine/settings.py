@@ -60,19 +60,19 @@ class TrainSettings:
     overwrite: bool = False
     """Delete the run in `--out` and start a new one there."""
     seed: int = 0
-    """Seed for the initial weights, the order of the data and all other random choices."""
+    """The seed for the initial weights, the order of the data and all other random choices."""
     epochs: int = 10
-    """Number of passes over the training data, at least 1."""
+    """The number of passes over the training data, at least 1."""
     batch_size: int = 64
-    """Samples per step over all processes; must be a multiple of the number of processes."""
+    """The number of samples per step over all processes; must be a multiple of the number of processes."""
     learning_rate: float = 0.1
-    """Learning rate at the start of training."""
+    """The learning rate at the start of training."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Use half precision for suitable operations, with float32 weights; fp16 is intended for GPUs."""
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
     threads: int | None = None
-    """Number of CPU threads, at most the number of cores; the default depends on the task."""
+    """The number of CPU threads, at most the number of cores; the default depends on the task."""
     tensorboard: bool = False
     """Also write the metrics to the run directory for TensorBoard; requires the package `tensorboard`."""
 
@@ -317,17 +317,17 @@ class GridSettings:
     """The settings that all sweeps share. The sweep for each task extends them."""
 
     out: Path = Path("runs/sweep")
-    """Sweep directory, with one subdirectory per run. To resume a sweep, repeat the command."""
+    """The sweep directory, with one subdirectory per run. To resume a sweep, repeat the command."""
     csv: Path | None = None
-    """CSV file for the results of finished runs; by default `results.csv` in `--out`."""
+    """The CSV file for the results of finished runs; by default `results.csv` in `--out`."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds to run for each combination of the other settings."""
+    """The seeds to run for each combination of the other settings."""
     learning_rates: tuple[float, ...] = ()
-    """Learning rates to try; by default only `--run.learning-rate`."""
+    """The learning rates to try; by default only `--run.learning-rate`."""
     tuned: Path | None = None
-    """CSV of an earlier sweep on the same data; its validation scores select the settings for each method."""
+    """The CSV of an earlier sweep on the same data, whose validation scores select each method's settings."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    """Number of parallel runs, at least 1, with one thread each."""
+    """The number of parallel runs, at least 1, with one thread each."""
 
 
 @dataclass(frozen=True)
@@ -335,8 +335,8 @@ class StepTimeSettings:
     """The settings for timing training steps. A task extends them with the location of its data."""
 
     batch_size: int | None = None
-    """Samples per step, at most 1024; by default the training batch size."""
+    """The number of samples per step, at most 1024; by default the training batch size."""
     steps: int = 30
-    """Number of batches to time with each loss, at least 1."""
+    """The number of batches to time with each loss, at least 1."""
     threads: int = 1
-    """Number of torch threads, at most the number of cores."""
+    """The number of PyTorch threads, at most the number of cores."""

@@ -106,7 +106,7 @@ class LabelLoss:
         return found
 
     def _k_of(self, labels: Tensor) -> float | Tensor:
-        """Return one k for all rows or for each row. Rows without labels are ignored; their k is arbitrary."""
+        """Return one k, or one k per row. Rows without labels are ignored, so their k is arbitrary."""
         if self.k == "labels":
             return (labels != PADDING).sum(-1).clamp(min=1)
         assert self.k is not None

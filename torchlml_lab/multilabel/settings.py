@@ -89,7 +89,7 @@ class MultilabelSettings(TrainSettings):
     """Stop after this many epochs without improvement; by default the number of epochs that take 100 steps,
     but at least 5, or 3 with a linear model."""
     batch_size: int = 128
-    """Samples per step over all processes; a multiple of the number of processes."""
+    """The number of samples per step over all processes; must be a multiple of the number of processes."""
     learning_rate: float = 0.005
     """The learning rate of Adam; with `--hidden 0`, training uses ten times this rate."""
 
@@ -169,4 +169,4 @@ class SweepSettings(GridSettings):
     """The shares of training labels to keep, at least one per sample; `one` keeps exactly one."""
     seeds: tuple[int, ...] = (0, 1, 2)
     run: MultilabelSettings = field(default_factory=lambda: MultilabelSettings(model="network"))
-    """Settings shared by all runs, as for `torchlml train multilabel`, but with `--run.model network`."""
+    """The settings shared by all runs, as for `torchlml train multilabel`, but with `--run.model network`."""
