@@ -4,7 +4,7 @@
     settings.json       all settings
     (others)            files that a task stores for prediction
     metrics.jsonl       one line of JSON per evaluation
-    checkpoints/        one directory per kept epoch: weights, optimizer, scheduler, random states
+    checkpoints/        one directory per retained epoch: weights, optimizer, scheduler, random states
     state.json          the last complete epoch, and which checkpoints are "last" and "best"
     result.json         written when the run has finished
     failed.json         written if the loss became infinite or NaN

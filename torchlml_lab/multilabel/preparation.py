@@ -467,7 +467,7 @@ def _fit_texts(texts: list[str]) -> tuple[tuple[list[str], list[str], list[str]]
     for terms in (words, pairs, pieces):
         frequency, names = terms.result()
         often = np.flatnonzero(frequency >= terms.least)
-        if len(often) > MOST_TERMS:  # keep the most frequent terms, and the first ones among ties
+        if len(often) > MOST_TERMS:  # keep the most frequent terms, breaking ties by index
             often = np.sort(often[np.argsort(-frequency[often], kind="stable")[:MOST_TERMS]])
         kinds.append(names(often))
         idf += [round(float(weight), 7) for weight in _idf(frequency[often], len(texts))]
