@@ -170,7 +170,7 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ({"epochs": 0}, Y, "`epochs` must be an integer of at least 1"),
         ({"dropout": 1.0}, Y, "`dropout` must be at least 0 and less than 1"),
         ({"learning_rate": 0}, Y, "`learning_rate` must be a positive number"),
-        ({}, Y * 2, "`y` must be a matrix of 0 and 1"),
+        ({}, Y * 2, "`y` must be a matrix of 0s and 1s"),
         ({}, Y[:5], "inconsistent numbers of samples"),
         ({}, Y[:, :1].ravel() * 0, "two labels"),
         ({}, Y * 0, "`y` must contain labels, but no sample has any"),

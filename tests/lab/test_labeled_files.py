@@ -384,7 +384,7 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
         ["severe", "toxic"],
     ]
     table(path, TOXIC, [*rows, ("d4", "hm", "-1", "0", "0")])
-    with pytest.raises(BadInput, match="line 5: column `toxic` has `-1`, but if there are several label"):
+    with pytest.raises(BadInput, match="line 5: column `toxic` has `-1`, but with several label columns"):
         read_labeled(path, "--train", columns=Columns(labels=("toxic", "severe")))
 
 
