@@ -1,4 +1,4 @@
-"""Entry point of `python -m torchlml_lab`, equivalent to the command `torchlml`."""
+"""Entry point for `python -m torchlml_lab`, equivalent to the command `torchlml`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The command `torchlml`: runs a subcommand and reports each failure as one sentence and an exit code.
+"""The `torchlml` command, which runs a subcommand and reports failures in one sentence with an exit code.
 
-Exit codes: 0 on success, 1 if the command failed, 2 for invalid input, 130 if the user interrupted it.
+The exit code is 0 on success, 1 if the command fails, 2 for invalid input, and 130 if the user interrupts it.
 Neither this module nor `commands` imports torch, so `torchlml --help` responds immediately.
 """
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
 
     Args:
-        arguments: The words after `torchlml`. None means `sys.argv[1:]`.
+        arguments: The arguments after `torchlml`. None means `sys.argv[1:]`.
 
     Returns:
         The exit code.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # after `--help`
         return int(stop.code or 0)
     except BrokenPipeError:
-        # The process that reads our output (`torchlml info | head -1`) exited. Redirect stdout, because
+        # The process reading our output has exited, as in `torchlml info | head -1`. Redirect stdout, because
         # Python flushes it at exit and would report the broken pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if package in ("torchlml", "torchlml_lab"):
             return _fail(sentence(error), 1, debug)
         install = "torch" if package == "torch" else "'torchlml[lab]'"
-        said = f"`torchlml {words[0]}` needs the package `{package}`, which is not installed: "
-        return _fail(f"{said}run `pip install {install}`.", 2, debug)
+        said = f"`torchlml {words[0]}` needs the package `{package}`, which is not installed. "
+        return _fail(f"{said}Run `pip install {install}`.", 2, debug)
     except Exception as error:
         return _fail(sentence(error), 1, debug)
 
@@ -91,7 +91,7 @@ def _dispatch(words: list[str]) -> None:
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
-    """Run a command of `commands.SUMMARIES` with the arguments that followed it."""
+    """Run a command listed in `commands.SUMMARIES` with the arguments that follow its name."""
     if name in commands.SINGLE:
         call(name, commands.SINGLE[name], arguments)
     elif name == "train":
@@ -110,9 +110,9 @@ def call(name: str, command: Command, arguments: Sequence[str]) -> None:
     """Parse the options of a command, then import its module and call its function.
 
     Args:
-        name: The command as typed, as in `train multilabel`.
-        command: Its entry.
-        arguments: The words after the name. Invalid options raise `BadInput`.
+        name: The command as typed, such as `train multilabel`.
+        command: The entry for the command.
+        arguments: The arguments after the name. Invalid options raise `BadInput`.
     """
     kind = _load(command.settings)
     if not isinstance(kind, type):
@@ -151,10 +151,10 @@ def draw_all(settings: AllSettings) -> None:
 
 
 def _unknown(said: str, name: str, what: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    """Complete a sentence about an unknown name with the most similar known name, or else with all names."""
+    """Complete a message about an unknown name with the most similar known name, or else with all of them."""
     near = did_you_mean(name, known)
     listed = ", ".join(one for one in known if not one.startswith("-"))
-    return f"{said}{near}" if near else f"{said}: the {what} are {listed}."
+    return f"{said}{near}" if near else f"{said}. The {what} are {listed}."
 
 
 def _load(name: str) -> Any:
@@ -204,17 +204,17 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
     if not isinstance(experiment, str):
         raise BadInput(f"`{path}` is damaged: it does not name an experiment.")
     if experiment not in commands.TASKS:
-        raise BadInput(f"`{run}` is a run of `{experiment}`, which this version does not support.")
+        raise BadInput(f"`{run}` is a run of the task `{experiment}`, which this version does not support.")
     command = by_task[experiment]
     if command is None:
         able = ", ".join(task for task, one in by_task.items() if one is not None)
-        said = f"`{run}` is a run of `{experiment}`, {commands.CANNOT[name]}"
-        raise BadInput(f"{said}: `torchlml {name}` is for runs of {able}.")
+        said = f"`{run}` is a run of the task `{experiment}`, {commands.CANNOT[name]}"
+        raise BadInput(f"{said}. `torchlml {name}` supports only runs of these tasks: {able}.")
     call(name, command, arguments)
 
 
 def _explain(name: str, by_task: Mapping[str, Command | None]) -> None:
-    """List the options of every task by name only, because the task is unknown without a run."""
+    """List the options for every task by name only, because the task is unknown without a run."""
     listed = []
     for task, command in by_task.items():
         if command is not None:
@@ -225,7 +225,7 @@ def _explain(name: str, by_task: Mapping[str, Command | None]) -> None:
                 textwrap.fill(" ".join(names), width, initial_indent=first, subsequent_indent=others)
             )
     summary = commands.SUMMARIES[name]
-    about = f"{summary[0].upper()}{summary[1:]}. The options depend on the task of the run:"
+    about = f"{summary[0].upper()}{summary[1:]}. The options depend on the run's task:"
     more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see their descriptions."
     parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))
     sys.stdout.write("\n\n".join(parts) + "\n")
@@ -242,8 +242,8 @@ def _version() -> str:
 def _help() -> str:
     listed = "\n".join(f"  {name:<15}{summary}" for name, summary in commands.SUMMARIES.items())
     about = (
-        "Tools for the Limited Multi-Label (LML) projection: like softmax, but the outputs sum to k and each "
-        "is between 0 and 1."
+        "Tools for the Limited Multi-Label (LML) projection, which is like softmax except that the outputs "
+        "sum to k and each is between 0 and 1."
     )
     return f"""usage: torchlml COMMAND [OPTIONS]
 
@@ -255,7 +255,7 @@ commands:
 options:
   -h, --help     show this help
   --version      show the version
-  --debug        with any command: print the traceback of an error
+  --debug        with any command: print a traceback if it fails
 
 Run `torchlml COMMAND --help` to see the options of a command.
 """
@@ -265,7 +265,7 @@ def _replace_closed_outputs() -> None:
     """Redirect output streams that the caller closed (`torchlml predict RUN >&-`) to the null device.
 
     Python sets a closed stream to None, and printing to it would fail. The null device also occupies the
-    file descriptor of the closed stream, so that no file opened later receives it.
+    closed stream's file descriptor, which would otherwise be assigned to the next file that is opened.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

@@ -48,16 +48,16 @@ def reason(error: OSError) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ": did you mean `x`?" for the most similar known name, or an empty string if none is similar."""
+    """Return ". Did you mean `x`?" for the most similar known name, or an empty string if none is similar."""
     near = get_close_matches(word, list(known), n=1)
-    return f": did you mean `{near[0]}`?" if near else ""
+    return f". Did you mean `{near[0]}`?" if near else ""
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> None:
     """If `--help` was given, print the usage of a command that parses its own arguments, and exit.
 
     Args:
-        arguments: The words after the command's name.
+        arguments: The arguments after the command's name.
         usage: The usage and description, without the option `--help`.
     """
     if list(arguments) in (["-h"], ["--help"]):

@@ -1,7 +1,7 @@
 """All `torchlml` commands. Each has a settings dataclass with its options, and a function to call.
 
-The modules of the settings import neither torch nor any other slow package, so that `--help` and invalid
-options are handled immediately. The module of the function is imported only after the options are parsed.
+The settings modules import neither torch nor any other slow package, so that `--help` and invalid options are
+handled immediately. The function's module is imported only after the options are parsed.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
 
 class Task(NamedTuple):
-    """The commands of a task. None means that the task does not support the command."""
+    """The commands for a task. None means that the task does not support the command."""
 
     train: Command
     sweep: Command
@@ -39,7 +39,7 @@ TASKS = {
         train=Command(
             "studies.cifar100.settings:read_train",
             "studies.cifar100.task:main",
-            "top-5 classification under label noise",
+            "classify CIFAR-100 images with label noise (top 5)",
         ),
         sweep=Command(
             "studies.cifar100.settings:read_sweep",
@@ -57,13 +57,13 @@ TASKS = {
         train=Command(
             "multilabel.settings:MultilabelSettings",
             "multilabel.training:main",
-            "tag texts or feature vectors, from your own file",
+            "tag texts or feature vectors from your own files",
             required=("train",),
         ),
         sweep=Command(
             "multilabel.settings:SweepSettings",
             "multilabel.sweep:main",
-            "compare losses, fractions of labels and seeds, with tuning",
+            "compare losses, label fractions and seeds, with tuning",
         ),
         evaluate=Command("multilabel.settings:EvaluateSettings", "multilabel.report:main", required=_RUN),
         predict=Command(
@@ -100,7 +100,7 @@ TASKS = {
         train=Command(
             "recommend.settings:RecommendSettings",
             "recommend.training:main",
-            "recommend items to users, from your own files",
+            "recommend items to users, using your own files",
             required=("train",),
         ),
         sweep=Command(
@@ -125,7 +125,7 @@ BENCHMARKS = {
     "short": Command(
         "bench.settings:ShortRowsSettings",
         "bench.targets:short_rows",
-        "many short rows, relative to softmax, with targets",
+        "lml relative to softmax on many short rows, with targets",
     ),
     "constrained": Command(
         "bench.settings:read_constrained",
@@ -150,23 +150,25 @@ BENCHMARKS = {
     "alternatives": Command(
         "bench.settings:read_alternatives",
         "bench.alternatives:main",
-        "other differentiable top-k operators: cost and accuracy",
+        "cost and accuracy of other differentiable top-k operators",
     ),
     "scale": Command(
-        "bench.settings:ScaleSettings", "bench.scale:main", "many labels: time, memory, communication rounds"
+        "bench.settings:ScaleSettings",
+        "bench.scale:main",
+        "time, memory and communication rounds with many labels",
     ),
     "training": Command(
         "bench.settings:TrainingSettings",
         "bench.scale:training",
-        "`train multilabel`: speed and memory for growing data",
+        "speed and memory of `train multilabel` by data size",
     ),
     "own-data": Command(
         "bench.settings:OwnDataSettings",
         "bench.own_data:main",
-        "tagging: the default model compared with other packages",
+        "the default tagging model compared with other packages",
     ),
     "paper": Command(
-        "bench.settings:read_paper", "bench.paper:main", "the timing study of the paper, with its figure"
+        "bench.settings:read_paper", "bench.paper:main", "the paper's timing study, with its figure"
     ),
 }
 
@@ -219,7 +221,7 @@ FIGURES = {
     "alternatives": Command(
         "figures.settings:AlternativesFigureSettings",
         "bench.alternatives:redraw",
-        "other top-k operators: time and features",
+        "time and features of other top-k operators",
     ),
     "own-data": Command(
         "figures.settings:OwnDataFigureSettings",
@@ -229,7 +231,7 @@ FIGURES = {
     "timing": Command(
         "figures.settings:TimingFigureSettings",
         "bench.paper:timing_figure",
-        "the timing study of the paper, from its CSV",
+        "the paper's timing study, from its CSV",
     ),
     "cifar100": Command(
         "figures.settings:NoiseFigureSettings",
@@ -239,7 +241,7 @@ FIGURES = {
     "multilabel": Command(
         "figures.settings:MultilabelFigureSettings",
         "figures.multilabel:main",
-        "losses against the fraction of labels kept, from sweeps",
+        "metrics by loss and fraction of labels kept, from sweeps",
     ),
     "scene-graph": Command(
         "figures.settings:SceneGraphFigureSettings",
@@ -254,7 +256,7 @@ FIGURES = {
     "missing-labels": Command(
         "figures.settings:MissingLabelsFigureSettings",
         "figures.missing_labels:main",
-        "one observed label per sample: mAP and Brier score by method",
+        "mAP and Brier score with one observed label per sample",
     ),
     "scene-graph-bias": Command(
         "figures.settings:BiasFigureSettings",
@@ -267,7 +269,7 @@ FIGURES = {
         "the effect of a wrong k, from `torchlml which-k`",
     ),
 }
-ALL_FIGURES = Command("figures.settings:AllSettings", "cli:draw_all", "every figure whose CSV exists")
+ALL_FIGURES = Command("figures.settings:AllSettings", "cli:draw_all", "every figure whose data exist")
 
 SINGLE = {
     "demo": Command("studies.settings:DemoSettings", "studies.digits.demo:main"),
@@ -277,7 +279,7 @@ SINGLE = {
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
-"""The commands that consist of a single word."""
+"""The commands that take no task or other name."""
 
 SUMMARIES = {
     "demo": "compare five losses on digits with missing labels (one minute)",
@@ -288,12 +290,12 @@ SUMMARIES = {
     "gpu-check": "verify and time the Triton kernels on your GPU",
     "bench": "benchmark the layer, related operators and losses",
     "train": "train a model on your own files or on a study's data",
-    "sweep": "run a grid of training runs in parallel and collect one CSV",
+    "sweep": "execute a grid of training runs in parallel and write a CSV",
     "evaluate": "evaluate the best checkpoint of a run",
     "predict": "predict with the best checkpoint of a run",
-    "export": "write the best checkpoint as an ONNX or PyTorch program",
-    "step-time": "time a training step with each loss of a task",
-    "figures": "draw the figures of the documentation and the studies",
+    "export": "export the best checkpoint as an ONNX or PyTorch program",
+    "step-time": "time a training step with each of a task's losses",
+    "figures": "draw the figures in the documentation and the studies",
 }
 """All commands, in the order in which the help lists them."""
 

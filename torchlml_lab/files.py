@@ -49,7 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        # Restore the usual permissions, because mkstemp creates files that only their owner may read.
+        # Restore the default permissions, because mkstemp creates files that only their owner may read.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
@@ -83,7 +83,7 @@ def _check_place(option: str, named: Path, folder: Path) -> None:
     folder = folder.absolute()
     try:
         there = next(place for place in (folder, *folder.parents) if place.exists())
-        # Permissions, read-only file systems and full disks only show up when something is written.
+        # Missing permissions, read-only file systems and full disks are detected only by writing.
         with tempfile.TemporaryFile(dir=there) as probe:
             probe.write(b"0")
     except OSError as error:
@@ -114,12 +114,12 @@ def read_content(path: Path, option: str) -> bytes:
 
 
 def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
-    """Read a text file in blocks of complete lines, so that a large file is never held in memory as a whole.
+    """Read a text file in blocks of complete lines, so that a large file is never in memory as a whole.
 
     Args:
         path: The file. Gzip is recognized by its first bytes, not by the file name.
         option: The command-line option that gave the path, for error messages.
-        size: The approximate size of a block in bytes. A longer line is a block of its own.
+        size: The approximate size of a block in bytes. A longer line forms a single block.
 
     Yields:
         The text as UTF-8, with `\\n` line endings and without a byte order mark. A file that is empty or
@@ -165,7 +165,7 @@ def _chunks(path: Path, option: str, size: int) -> Iterator[bytes]:
 
 
 def _check_text(block: bytes, path: Path, first: int) -> None:
-    """Raise `BadInput` if a block of lines is not text; `first` is the number of its first line."""
+    """Raise `BadInput` if a block of lines is not text. `first` is the number of its first line."""
     try:
         block.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -182,7 +182,7 @@ def file_kind(path: Path) -> str:
 
 
 def shown(text: str) -> str:
-    """Shorten text from a file for a message: one line, at most 40 characters."""
+    """Shorten text from a file to one line of at most 40 characters, for a message."""
     text = " ".join(text.split())
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -212,7 +212,7 @@ def read_record(path: Path, kind: type[Stored]) -> Stored:
     Args:
         path: The file.
         kind: The dataclass. Its fields are numbers, strings, paths, literals, lists, tuples, dicts or
-            dataclasses, or unions of these. Other keys in the file are ignored.
+            dataclasses, or unions of these. Keys in the file that are not fields are ignored.
     """
     values = read_json(path, dict)
     try:
@@ -283,5 +283,5 @@ def _described(hint: Any) -> str:
     if origin is tuple and parts[-1] is not Ellipsis:
         return f"a list of length {len(parts)}"
     if origin in (list, tuple):
-        return f"a list whose elements are each {_described(parts[0])}"
+        return f"a list in which each element is {_described(parts[0])}"
     return _NAMES.get(hint, "an object")

@@ -38,7 +38,7 @@ def report() -> dict[str, list[str]]:
         ['3.12.4']
 
     Returns:
-        One or more lines for each subject.
+        One or more lines for each heading.
     """
     import torch  # imported here, so that arguments are parsed without it
 
@@ -62,7 +62,7 @@ _INSTRUCTIONS = {"v3": "AVX2", "v4": "AVX-512"}
 
 
 def kernel() -> str:
-    """Name the kernel for CPU tensors: `C++ (AVX2)`, or `pure PyTorch` with the reason."""
+    """Return the name of the CPU kernel, such as `C++ (AVX2)`, or `pure PyTorch` with the reason."""
     from torchlml._cpu import loader
 
     absence = loader.absence()
@@ -73,7 +73,7 @@ def kernel() -> str:
 
 
 def gpu_kernel() -> str:
-    """Name the kernel for GPU tensors: `Triton 3.7.1`, or the reason why it cannot be used."""
+    """Return the name of the GPU kernel, such as `Triton 3.7.1`, or why Triton is not used."""
     import torch
 
     from torchlml._triton import self_test

@@ -1,4 +1,4 @@
-"""The style of all figures, reading their data and writing their files, and the figure in a run's report."""
+"""Figures: their common style, input and output files, and the figure in a run's report."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import StudyTable, new_console
 from torchlml_lab.files import check_picture, replacing
 
-# The width of a page in inches. The font size is 8 points at this width.
+# The page width in inches. The font size is 8 points at this width.
 PAGE = 7.0
 
-# The Okabe-Ito palette, which is distinguishable with any type of color vision. Pictures are transparent, so
-# the shades have a contrast ratio of about 3 or more against both white and the site's dark background.
+# The Okabe-Ito palette, which is distinguishable with any type of color vision. Backgrounds are transparent,
+# so the colors have a contrast ratio of about 3 or more against both white and the site's dark background.
 ORANGE, SKY, GREEN, BLUE = "#C98500", "#3E9FD6", "#009E73", "#2B7BBD"
 VERMILION, PURPLE = "#D55E00", "#C2709D"
 DARK_ORANGE = "#946200"  # for orange text
@@ -101,12 +101,12 @@ def label_lines(
 ) -> None:
     """Write the names of lines to the right of the axes, at the heights of their last points.
 
-    Call this after the limits of the axes are final. Names that would overlap are moved apart.
+    Call this after the axis limits are final. Names that would overlap are moved apart.
 
     Args:
         axes: The axes.
         labels: The height in data coordinates, the text and the color of each label.
-        apart: The smallest distance between two labels, as a fraction of the height of the axes.
+        apart: The minimum distance between two labels, as a fraction of the height of the axes.
         size: The font size in points.
     """
     to_axes = axes.transScale + axes.transLimits
@@ -121,7 +121,7 @@ def label_lines(
 
 
 def spread_out(places: Sequence[float], apart: float) -> list[float]:
-    """Move sorted positions until neighbors are at least `apart` apart, with the least sum of squared moves.
+    """Move sorted positions until neighbors are at least `apart` apart, minimizing the sum of squared moves.
 
     >>> [round(place, 2) for place in spread_out([0.0, 0.5, 0.5, 0.54], 0.1)]
     [0.0, 0.41, 0.51, 0.61]
@@ -139,7 +139,7 @@ def spread_out(places: Sequence[float], apart: float) -> list[float]:
 
 
 def note(figure: Figure, text: str) -> None:
-    """Write small text under a figure, such as the machine or the number of seeds."""
+    """Write small text under a figure, such as the name of the machine or the number of seeds."""
     figure.supxlabel(text, fontsize=6.5, color=GREY)
 
 
@@ -154,14 +154,14 @@ def draw_recall_and_calibration(
     """Draw recall against k on the left, and accuracy against predicted probability on the right.
 
     Args:
-        recalls: The recall at each k, of the run first and then of a baseline. The keys are the names in the
-            legend.
+        recalls: The recall at each k for the run, followed by that for a baseline. The keys are the names in
+            the legend.
         calibration: The mean probability and the fraction of correct predictions, for each group of
             predictions with similar probabilities.
         picture: The PNG or SVG file to write.
         title: The title of the left panel.
-        rare: Whether recall is low and most probabilities are far below one percent. The axes are then fitted
-            to the data, and the calibration plot has logarithmic axes.
+        rare: Whether recall is low and most probabilities are far below one percent. If so, the axes are
+            fitted to the data, and the calibration plot has logarithmic axes.
     """
     with new_figure(picture, PAGE, 2.9) as figure:
         left, right = figure.subplots(1, 2)
@@ -217,7 +217,7 @@ def say_where(picture: Path) -> None:
 
 
 def write_tables(text: str, picture: Path) -> None:
-    """Write the tables of a figure as Markdown next to its picture, and print both paths."""
+    """Write a figure's tables as Markdown next to its picture, and print both paths."""
     page = picture.with_suffix(".md")
     with replacing(page) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -229,11 +229,11 @@ Row = TypeVar("Row")
 
 
 class NotMadeYet(BadInput):
-    """Raised if the CSV of a figure does not exist. The message names the command that creates it."""
+    """Raised if a figure's CSV does not exist. The message names the command that creates it."""
 
 
 def find_csv(named: Path | None, usual: Sequence[Path], command: str) -> Path:
-    """Find the CSV file of a figure.
+    """Find the CSV file for a figure.
 
     Args:
         named: The value of `--csv`, if given.
@@ -253,7 +253,7 @@ def find_csv(named: Path | None, usual: Sequence[Path], command: str) -> Path:
 def read_sweep(
     named: Path | None, usual: Sequence[Path], task: str, table: StudyTable[Row]
 ) -> tuple[Path, list[Row]]:
-    """Find the CSV of `torchlml sweep TASK` like `find_csv`, and return its path and rows."""
+    """Find the CSV written by `torchlml sweep TASK`, as `find_csv` does, and return its path and rows."""
     path = find_csv(named, usual, f"torchlml sweep {task}")
     return path, table.read(path, "--csv")
 
@@ -261,7 +261,7 @@ def read_sweep(
 def read_sweeps(
     named: Sequence[Path], own: Path, study: Sequence[Path], task: str, table: StudyTable[Row]
 ) -> list[tuple[Path, list[Row]]]:
-    """Read CSVs of `torchlml sweep TASK`: the given files, else the user's own, else those of the study."""
+    """Read sweep CSVs for a task: the given files, or else the user's own CSV, or else those of the study."""
     found = named or ((own,) if own.exists() else [path for path in study if path.exists()])
     return [read_sweep(path, (), task, table) for path in found or (own,)]
 
@@ -277,5 +277,6 @@ def check_not_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
     for method, recipe in recipes:
         if only.setdefault(method, recipe) != recipe:
             raise BadInput(
-                f"`--csv` names `{path}`, a tuning sweep in which `{method}` has several settings."
+                f"`--csv` must have one setting per method, but in `{path}`, a tuning sweep, `{method}` has "
+                "several settings."
             )

@@ -142,7 +142,7 @@ def test_quick_sets_defaults_that_other_options_override(monkeypatch):
     rejections("`{}` names `{}`", "--compare no-such-file.csv"),
     rejections("`{}` needs", "--sizes", "--modes"),
     rejections("`{}`", "--sizes a", "--ks", "--batches x", "--repetitions 1.5"),
-    {"--nonsense": "no option `--nonsense`", "--repetition 3": "did you mean `--repetitions`?"},
+    {"--nonsense": "no option `--nonsense`", "--repetition 3": "Did you mean `--repetitions`?"},
     {"--plot x.pdf": "must end in `.png` or `.svg`", "--quick yes": "yes"},
     {f"{option} '{__file__}'": f"`{option}` names" for option in ("--csv", "--compare")},
 )

@@ -235,7 +235,7 @@ def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -
     ),
     {
         "--equal 5": "`--equal` must be 0 or greater than `--k` (5), but it is 5.",
-        "--methods lml-nativ": "did you mean `lml-native`?",
+        "--methods lml-nativ": "Did you mean `lml-native`?",
         "--plot x.pdf": "must end in `.png` or `.svg`",
         "--csv .": "is a directory",
         "--threads 0": "`--threads` must be from 1 to",

@@ -190,7 +190,8 @@ def test_the_published_network_on_a_cpu_suggests_an_alternative(monkeypatch):
         found = loop.forecast(task(settings, part, part), 64, 300, 704)
         assert found is not None
         expected = (
-            "300 epochs of 704 batches will take about 10 days on this CPU, 47 minutes each, with about "
+            "300 epochs of 704 batches will take about 10 days on this CPU (47 minutes per epoch) "
+            "and use about "
         )
         assert found.startswith(f"{expected}1.6 GB of memory.")
         assert said is None or said in found

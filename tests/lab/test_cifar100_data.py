@@ -185,4 +185,4 @@ def test_feature_files_in_another_format_are_rejected(tmp_path):
 def test_a_run_from_images(capsys, folder, tmp_path):
     options = ["--data", str(packed(folder)), "--network", "small-cnn", "--out", str(tmp_path / "run")]
     assert cli.main(["train", "cifar100", *options, "--epochs", "1", "--validation", "100"]) == 0
-    assert "Test of epoch 1" in capsys.readouterr().out
+    assert "Test results for epoch 1" in capsys.readouterr().out

@@ -162,7 +162,7 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 @pytest.mark.parametrize(
     ("settings", "y", "words"),
     [
-        ({"k": 6}, Y, "`k` must be less than the number of labels, 6"),
+        ({"k": 6}, Y, r"`k` must be less than the number of labels \(6\)"),
         ({"k": 0}, Y, '`k` must be a positive integer or "labels", but it is 0'),
         ({"k": 2.5}, Y, '`k` must be a positive integer or "labels", but it is 2.5'),
         ({"loss": "hinge"}, Y, "`loss` must be one of lml"),
@@ -170,11 +170,11 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ({"epochs": 0}, Y, "`epochs` must be an integer of at least 1"),
         ({"dropout": 1.0}, Y, "`dropout` must be at least 0 and less than 1"),
         ({"learning_rate": 0}, Y, "`learning_rate` must be a positive number"),
-        ({}, Y * 2, "`y` must be a matrix of 0 and 1"),
+        ({}, Y * 2, "`y` must be a matrix of 0s and 1s"),
         ({}, Y[:5], "inconsistent numbers of samples"),
         ({}, Y[:, :1].ravel() * 0, "two labels"),
         ({}, Y * 0, "`y` must contain labels, but no sample has any"),
-        ({}, [["oak", 3], *NAMES[1:]], "names of one type, but they are int and str"),
+        ({}, [["oak", 3], *NAMES[1:]], "names of one type, but their types are int and str"),
     ],
 )
 def test_invalid_training_data_is_rejected(settings: Any, y: Any, words: str) -> None:
@@ -208,7 +208,7 @@ BAD_NAMES: dict[str, tuple[list[list[Any]], str]] = {
     "None": ([["ash", None], ["elm"]], "but it contains None of type NoneType"),
     "NaN": ([[1.0, float("nan")], [2.0]], "must not contain NaN"),
     "nothing": ([[], []], "`y` must contain labels, but no sample has any"),
-    "two types": ([["ash", 1], ["elm"]], "names of one type, but they are int and str"),
+    "two types": ([["ash", 1], ["elm"]], "names of one type, but their types are int and str"),
 }
 
 

@@ -99,13 +99,13 @@ def test_version_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (["trian"], "no command `trian`: did you mean `train`?"),
-        (["nonsense"], "no command `nonsense`: the commands are demo, "),
-        (["--versoin"], "did you mean `--version`?"),
-        (["bench", "layr"], "Unknown NAME `layr` for `torchlml bench`: did you mean `layer`?"),
-        (["bench", "peers-of-mine"], f"the names are {', '.join(BENCHMARKS)}."),
-        (["bench", "paper", "--trails", "3"], "no option `--trails`: did you mean `--trials`?"),
-        (["bench", "paper", "--trails=3"], "no option `--trails`: did you mean `--trials`?"),
+        (["trian"], "no command `trian`. Did you mean `train`?"),
+        (["nonsense"], "no command `nonsense`. The commands are demo, "),
+        (["--versoin"], "Did you mean `--version`?"),
+        (["bench", "layr"], "Unknown NAME `layr` for `torchlml bench`. Did you mean `layer`?"),
+        (["bench", "peers-of-mine"], f"The names are {', '.join(BENCHMARKS)}."),
+        (["bench", "paper", "--trails", "3"], "no option `--trails`. Did you mean `--trials`?"),
+        (["bench", "paper", "--trails=3"], "no option `--trails`. Did you mean `--trials`?"),
         (["bench", "paper", "--trials", "3", "4"], "Unexpected argument `4`"),
         (
             ["bench", "paper", "--trials", "a"],
@@ -351,7 +351,7 @@ def test_with_torch_alone_info_works_and_other_commands_name_the_extra():
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.stdout.startswith("2.0\n"), done.stderr
     assert done.stdout.splitlines()[-1] == "0 0" + " 2" * (1 + len(LAB_COMMANDS)), done.stderr
-    assert done.stderr.count("run `pip install 'torchlml[lab]'`.") == len(LAB_COMMANDS)
+    assert done.stderr.count("Run `pip install 'torchlml[lab]'`.") == len(LAB_COMMANDS)
     assert "Traceback" not in done.stderr
 
 

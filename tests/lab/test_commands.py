@@ -59,7 +59,7 @@ def test_step_time_of_a_run(capsys, run):
 def test_a_task_without_predictions_is_rejected(capsys, run):
     assert cli.main(["predict", str(run)]) == 2
     error = capsys.readouterr().err
-    assert "is a run of `cifar100`, which does not support predictions" in error
+    assert "is a run of the task `cifar100`, which does not support predictions" in error
     assert error.count("\n") == 1
 
 
@@ -71,7 +71,7 @@ def test_a_valid_run_is_required(capsys, tmp_path, command):
     assert f"Missing RUN directory. Usage: `torchlml {command} RUN`." in capsys.readouterr().err
     (tmp_path / "run.json").write_text('{"experiment": "chess"}')
     assert cli.main([command, str(tmp_path)]) == 2
-    assert "is a run of `chess`, which this version does not support" in capsys.readouterr().err
+    assert "is a run of the task `chess`, which this version does not support" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict", "export", "step-time"])

@@ -103,7 +103,7 @@ def test_sets_are_empty_if_that_is_better() -> None:
     # By default, `fit` assumes that every sample has a label, so at least one label is chosen.
     other = decisions.fit(logits, y, observed, K)
     assert other.least == 1
-    assert "and always the best one" in other.in_words("threshold", K)
+    assert "and always the best label" in other.in_words("threshold", K)
     for rule in ("threshold", "count"):
         assert other.decide(logits, y, K, rule).any(-1).all()  # type: ignore[arg-type]
 

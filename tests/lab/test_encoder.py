@@ -112,4 +112,4 @@ def test_bad_encoders(model: str, tmp_path: Path, capsys, monkeypatch) -> None:
     labeled_rows._encoder.cache_clear()
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     said = rejected(capsys, [*words, data, "--encoder", model])
-    assert "run `pip install 'torchlml[encoder]'`" in said
+    assert "Run `pip install 'torchlml[encoder]'`" in said

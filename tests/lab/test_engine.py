@@ -55,7 +55,7 @@ def wait_for_epoch(folder, epoch, running):
 def whole(features, tmp_path_factory):
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    assert "Test of epoch" in output(start(words(features, out)))[0]
+    assert "Test results for epoch" in output(start(words(features, out)))[0]
     return out
 
 
@@ -127,7 +127,7 @@ def test_an_interrupted_run_says_how_to_continue(features, whole, tmp_path):
 def test_resuming_a_finished_run_changes_nothing(capsys, whole):
     before = (whole / "metrics.jsonl").read_bytes()
     assert cli.main(resume(whole)) == 0
-    assert "Test of epoch" in capsys.readouterr().out
+    assert "Test results for epoch" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
@@ -151,7 +151,7 @@ def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
     assert re.fullmatch(r"torchlml: The checkpoint of epoch \d could not be written to .*\.\n", errors), (
         errors
     )
-    why = "file too large" if kept == "nothing" else r"a file is incomplete, with .* GB free"
+    why = "file too large" if kept == "nothing" else r"a file is incomplete .free disk space: .* GB"
     assert re.search(f"`{out}`: {why}[^;]*; earlier epochs are intact", errors), errors
     assert "enforce" not in errors
     assert "os error" not in errors
@@ -219,7 +219,7 @@ def test_a_run_of_another_version_is_rejected(capsys, unfinished):
 
 def test_a_run_of_another_experiment_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", experiment="scene-graph")
-    assert "is a run of `scene-graph`" in rejected(capsys, resume(unfinished))
+    assert "is a run of the task `scene-graph`" in rejected(capsys, resume(unfinished))
 
 
 def test_other_settings_are_rejected(capsys, unfinished):
@@ -269,7 +269,7 @@ def test_a_run_is_written_by_one_process_at_a_time(features, tmp_path, capsys):
             words(features, out, "--overwrite"),
         ):
             said = rejected(capsys, arguments)
-            assert f"`{out}` is in use by another process ({running.pid})" in said
+            assert f"`{out}` is in use by another process (ID {running.pid})" in said
         state = json.loads((out / "state.json").read_text())
         wait_for_epoch(out, state["epoch"] + 2, running)
     finally:
@@ -296,7 +296,7 @@ def test_a_loss_that_became_nan_ends_the_run_for_good(capsys, features, tmp_path
         assert "`--overwrite`" in error
         assert "continue it" not in error
     assert cli.main(words(features, out, "--overwrite", "--epochs", "1")) == 0
-    assert "Test of epoch 1" in capsys.readouterr().out
+    assert "Test results for epoch 1" in capsys.readouterr().out
     assert not (out / "failed.json").exists()
 
 
@@ -357,7 +357,8 @@ def test_a_long_run_says_so_at_the_start(capsys, features, tmp_path, monkeypatch
     first = capsys.readouterr().out.splitlines()[0]
     time, memory = r"\d+ \w+", r"\d\.\d GB of memory"
     assert re.fullmatch(
-        rf"2 epochs of 20 batches will take about {time} on this CPU, {time} each, with about {memory}\.",
+        rf"2 epochs of 20 batches will take about {time} on this CPU \({time} per epoch\) "
+        rf"and use about {memory}\.",
         first,
     )
 
@@ -399,7 +400,7 @@ def test_a_run_is_not_overwritten(capsys, features, whole):
 def test_two_processes(features, tmp_path):
     out = tmp_path / "run"
     printed, _ = output(*start_two(words(features, out, "--cpu", "--noise", "0")))
-    assert printed.count("Test of epoch") == 1
+    assert printed.count("Test results for epoch") == 1
     state = json.loads((out / "state.json").read_text())
     assert state["processes"] == 2
     lines = lines_of(out)

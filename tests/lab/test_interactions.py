@@ -55,18 +55,18 @@ def test_columns_are_chosen_by_name(tmp_path):
 WRONG = {
     "empty.txt": (b"", "`--train` names `{}`, which is empty."),
     "empty.csv": (b" \n", "`--train` names `{}`, which is empty."),
-    "header.csv": (b"user,item\n", "`{}` has a header, but no pairs of a user and an item."),
+    "header.csv": (b"user,item\n", "`{}` has a header, but no user-item pairs."),
     "only-users.txt": (
         b"ann\nbob\n",
-        "`--train` names `{}`, which has no pair of a user and an item: give a .csv",
+        "`--train` names `{}`, which contains no user-item pairs. Pass a .csv",
     ),
     "commas.txt": (
         b"ann,fig\nbob,fig\n",
-        "`--train` names `{}`, which has no pair of a user and an item: give a",
+        "`--train` names `{}`, which contains no user-item pairs. Pass a",
     ),
     "pairs.jsonl": (
         b'{"user": 1, "item": 2}',
-        "`--train` names `{}`, but .jsonl files are not supported: give a .csv, .tsv or",
+        "`--train` names `{}`, but .jsonl files are not supported. Pass a .csv, .tsv or",
     ),
     "latin.txt": ("ann apple\nbjörn fig\n".encode("latin-1"), "`{}`, line 2: the text is not UTF-8."),
     "binary.txt": (

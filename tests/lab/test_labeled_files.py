@@ -111,10 +111,10 @@ def test_names_of_numbered_labels(tmp_path: Path) -> None:
     rows = read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
     assert names_of(rows) == [["label 2", "label 10"], [], ["label 2"]]
     names.write_text("a\nb\na\n")
-    with pytest.raises(BadInput, match="line 3: the name `a` is also in line 1"):
+    with pytest.raises(BadInput, match="line 3: the name `a` is also on line 1"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
     names.write_text("a\nb\nc\n")
-    with pytest.raises(BadInput, match="contains 3 names, for labels from 0 to 2, but there is a label `10`"):
+    with pytest.raises(BadInput, match="contains 3 names, for labels from 0 to 2, and there is a label `10`"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
 
 
@@ -126,14 +126,14 @@ def test_new_labels_come_after_known_labels() -> None:
 
 
 BAD_LINES = {
-    "1 2:x": "line 1: the value of `2:x` is not a finite number",
-    "1 2:nan": "line 1: the value of `2:nan` is not a finite number",
-    "1 2:1e99": "line 1: the value of `2:1e99` is not a finite number",
-    "1 2:1\n1 a:1": "line 2: the feature of `a:1` is not an integer",
-    "1 -2:1": "line 1: the feature of `-2:1` is not an integer",
+    "1 2:x": "line 1: the value in `2:x` is not a finite number",
+    "1 2:nan": "line 1: the value in `2:nan` is not a finite number",
+    "1 2:1e99": "line 1: the value in `2:1e99` is not a finite number",
+    "1 2:1\n1 a:1": "line 2: the feature in `a:1` is not an integer",
+    "1 -2:1": "line 1: the feature in `-2:1` is not an integer",
     "1 2:1 3": "line 1: `3` is not of the form `feature:value`",
-    "1 2:1:4 3": "line 1: the value of `2:1:4` is not",
-    "1 2:": "line 1: the value of `2:` is not",
+    "1 2:1:4 3": "line 1: the value in `2:1:4` is not",
+    "1 2:": "line 1: the value in `2:` is not",
     "1 1:2 1:3": "line 1: feature 1 occurs twice",
     "1,,2 2:1": "line 1: `1,,2` contains an empty label",
     "3 5 5\n1 1:1\n2 2:1": "line 3: the file ends after 2 rows, but its first line declares 3",
@@ -148,7 +148,7 @@ BAD_LINES = {
 BAD_TABLES = {
     "text,tags\na,x\nb": "line 3: the number of cells is 1, but line 1 has 2",
     'text,tags\na,x\n"b,y\n\n': "line 3: the file ends inside quotes",
-    'text,tags\na,x\n"b"c,y\n': "line 3: the quotes are wrong",
+    'text,tags\na,x\n"b"c,y\n': "line 3: the quotes are invalid",
     "text,text,tags\na,b,c": "line 1: there are two columns called `text`",
     "text,theme\na,b": "has no column called labels, label, tags or similar. Choose a column with `--labels`",
     "tags\na": "has no columns other than the labels (`tags`)",
@@ -173,9 +173,9 @@ def test_bad_files(tmp_path: Path, name: str, text: str, needle: str) -> None:
 def test_bad_columns(tmp_path: Path) -> None:
     good = 'title,size,tags\n"a\nb",1,x\nc,2 cm,y\n'
     for columns, needle in (
-        (Columns(("titel",)), "has no column `titel`: did you mean `title`?"),
+        (Columns(("titel",)), "has no column `titel`. Did you mean `title`?"),
         (Columns(numbers=("size",)), "line 4: column `size` has `2 cm`, which is not a finite number"),
-        (Columns(labels=("topic",)), "has no column `topic`: its columns are `title`, `size`, `tags`."),
+        (Columns(labels=("topic",)), "has no column `topic`. Its columns are `title`, `size`, `tags`."),
         (Columns(("tags", "title")), "the column `tags` contains the labels"),
     ):
         with pytest.raises(BadInput) as said:
@@ -230,17 +230,17 @@ def test_bad_npz(tmp_path: Path) -> None:
         observed[0, 1], observed[1, 0] = 1, wrong
         sparse.save_npz(y, sparse.csr_array(observed))
         with pytest.raises(
-            BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but a label must be positive"
+            BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but the entry must be positive"
         ):
             read_labeled(x, "--train", labels=y)
     for form in (sparse.csr_array, sparse.csc_array):
         sparse.save_npz(x, form(X))
         parts = dict(np.load(x))
         np.savez(x, **{**parts, "indices": parts["indices"] + 1000})
-        with pytest.raises(BadInput, match=r"not a complete file of `scipy.sparse.save_npz`"):
+        with pytest.raises(BadInput, match=r"not a complete file written by `scipy.sparse.save_npz`"):
             read_labeled(x, "--train", labels=y)
     np.savez(x, a=np.ones(3))
-    with pytest.raises(BadInput, match=r"not a complete file of `scipy.sparse.save_npz`"):
+    with pytest.raises(BadInput, match=r"not a complete file written by `scipy.sparse.save_npz`"):
         read_labeled(x, "--train", labels=y)
 
 
@@ -262,9 +262,9 @@ def test_underscores_are_not_digits(tmp_path: Path) -> None:
     assert rows.columns == ("size",)
     with pytest.raises(BadInput, match=r"rows.csv`, line 2: column `code` has `1_23`"):
         read(tmp_path / "rows.csv", "code,tags\n1_23,a\n", columns=Columns(numbers=("code",)))
-    with pytest.raises(BadInput, match=r"line 2: the feature of `1_0:25` is not"):
+    with pytest.raises(BadInput, match=r"line 2: the feature in `1_0:25` is not"):
         read(tmp_path / "rows.txt", "1 1:2\n1 1_0:25\n")
-    with pytest.raises(BadInput, match=r"line 1: the value of `10:2_5` is not a finite number"):
+    with pytest.raises(BadInput, match=r"line 1: the value in `10:2_5` is not a finite number"):
         read(tmp_path / "rows.txt", "1 10:2_5\n")
 
 
@@ -372,7 +372,7 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
     path = table(tmp_path / "a.csv", TOXIC, rows)
     found, columns = read_labeled(path, "--train")
     assert columns == Columns(("comment_text",), (), ("toxic", "severe", "insult"), None)
-    assert str(columns).endswith("3 labels, with a column of 0 and 1 each: `toxic`, `severe`, `insult`")
+    assert str(columns).endswith("3 labels, each in a column of 0s and 1s: `toxic`, `severe`, `insult`")
     assert [sorted(row) for row in names_of(found)] == [["insult", "toxic"], [], ["severe", "toxic"]]
     # The user may also choose the label columns. An empty cell counts as 0.
     empty = [tuple("" if cell == said[0] else cell for cell in row) for row in rows]
@@ -384,7 +384,7 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
         ["severe", "toxic"],
     ]
     table(path, TOXIC, [*rows, ("d4", "hm", "-1", "0", "0")])
-    with pytest.raises(BadInput, match="line 5: column `toxic` has `-1`, but if there are several label"):
+    with pytest.raises(BadInput, match="line 5: column `toxic` has `-1`, but with several label columns"):
         read_labeled(path, "--train", columns=Columns(labels=("toxic", "severe")))
 
 
@@ -567,7 +567,7 @@ def test_several_sparse_files_are_read_as_one(tmp_path: Path) -> None:
     rows, _ = read_samples(tmp_path / "x-*.npz", "--train", labels=tmp_path / "y-*.npz")
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == [["0"], ["1"], ["2"]]
-    with pytest.raises(BadInput, match="`--train-labels` must name as many files as `--train`, 2, but it"):
+    with pytest.raises(BadInput, match=r"`--train-labels` must name as many files as `--train` \(2\), but"):
         read_samples(tmp_path / "x-*.npz", "--train", labels=tmp_path / "y-1.npz")
 
 
@@ -584,7 +584,7 @@ def test_incompatible_files_are_rejected(tmp_path: Path) -> None:
         "more": ({"a.csv": "text,tags\nsix,9\n", "b.csv": WHOLE}, "b.csv` has `size`, and .*a.csv` does not"),
         "headers": (
             {"a.txt": "1 3 9\n1 2:1\n", "b.txt": "1 4 9\n1 2:1\n"},
-            "same number of features, but .*a.txt` declares 3 and .*b.txt` 4",
+            "same number of features, but .*a.txt` declares 3 and .*b.txt` declares 4",
         ),
         "no matches": ({"a.txt": SVMLIGHT}, r"`--train` names .*\*.csv`, which matches no files"),
         "empty": ({}, "names the directory .*, which contains no files"),

@@ -266,7 +266,7 @@ def test_results_of_other_settings_are_rejected(folder, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (["--datasets", "yaest"], "`--datasets` contains `yaest`, which is unknown: did you mean `yeast`?"),
+        (["--datasets", "yaest"], "`--datasets` contains `yaest`, which is unknown. Did you mean `yeast`?"),
         (["--heads", "deep"], "`--heads` contains `deep`"),
         (["--seeds", "0"], "`--seeds` must be at least 1, but it is 0"),
         (["--steps", "0"], "`--steps` must be at least 1, but it is 0"),

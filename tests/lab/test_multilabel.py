@@ -208,7 +208,9 @@ def test_samples_without_labels_are_skipped_on_request_or_if_ambiguous(flags, tm
     words[3] = str(tmp_path / "tags")
     assert cli.main([*words, str(data)]) == 0
     said = capsys.readouterr().out
-    assert "30 of 90 samples have no labels and were skipped. `--unlabeled keep` trains on them." in said
+    assert (
+        "30 of 90 samples have no labels and were skipped. Use `--unlabeled keep` to train on them." in said
+    )
     words[3] = str(tmp_path / "kept")
     assert cli.main([*words, str(data), "--unlabeled", "keep"]) == 0
     assert json.loads((tmp_path / "kept" / "preparation.json").read_text())["rows"] == 60
@@ -409,7 +411,7 @@ BAD = {
         "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`",
     ),
     "--separator ''": (ROWS, "`--separator` must be the text between two labels, but it is empty"),
-    "--keep 2.0": (ROWS, "`--keep` must be `one` or greater than 0 and at most 1, but it is 2.0"),
+    "--keep 2.0": (ROWS, "`--keep` must be `one`, or greater than 0 and at most 1, but it is 2.0"),
     "--hidden -1": (ROWS, "`--hidden` must be at least 0, but it is -1"),
     "--dropout 1": (ROWS, "`--dropout` must be at least 0 and less than 1, but it is 1"),
     "--patience 0": (ROWS, "`--patience` must be at least 1, but it is 0"),
@@ -451,7 +453,7 @@ def test_bad_requests_to_a_run(run, texts, tmp_path, capsys):
     out = run[0]
     assert "`--train` is missing" in rejected(capsys, ["train", "multilabel"])
     assert "`--data` is missing" in rejected(capsys, ["predict", out])
-    assert "must be from 1 to 6, the number of labels, but it is 7" in rejected(
+    assert "must be from 1 to 6 (the number of labels), but it is 7" in rejected(
         capsys, ["predict", out, "--data", texts, "--top", 7]
     )
     assert "must end in `.csv` or `.jsonl`" in rejected(

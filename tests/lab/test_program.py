@@ -125,7 +125,7 @@ def test_sparse_features(features: Path, tmp_path: Path) -> None:
     assert [row[0] for row in model.predict(sparse.csc_matrix(x))] == ["2", "0", "1"]
     for wrong, needle in (
         (["a text"], "must be a sparse matrix or the path of a file, but it is a value of type `list`"),
-        (sparse.csr_array(np.full((1, 2), np.nan)), "must contain finite numbers only"),
+        (sparse.csr_array(np.full((1, 2), np.nan)), "must contain only finite numbers"),
     ):
         with pytest.raises(ValueError, match=needle):
             model.predict(wrong)
@@ -139,7 +139,7 @@ def test_bad_samples(run: Path, mixed: Path, tmp_path: Path) -> None:
         (texts, 3, f"{wanted}is a value of type `int`"),
         (texts, ["a", 3], f"{wanted}contains one text"),
         (texts, sparse.csr_array((2, 2)), f"{wanted}is a sparse matrix"),
-        (texts, {"texts": ["a"]}, "`samples` has no column `text`: did you mean `texts`?"),
+        (texts, {"texts": ["a"]}, "`samples` has no column `text`. Did you mean `texts`?"),
         (table, ["a"], "a table with the columns `title`, `body`, `size`, but it is a list of texts"),
         (table, {"title": ["a"], "body": ["b", "c"], "size": [1]}, "1 in `title`, 2 in `body`, 1 in `size`"),
         (table, [{"title": "a", "body": "b", "size": "big"}], "`samples`, row 0: column `size` has `big`"),
@@ -153,7 +153,7 @@ def test_bad_samples(run: Path, mixed: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a run directory"):
         torchlml_lab.load_run(tmp_path)
     (tmp_path / "run.json").write_text('{"format": 2, "experiment": "recommend", "run": "a", "versions": {}}')
-    with pytest.raises(ValueError, match="is a run of `recommend`, not of `multilabel`"):
+    with pytest.raises(ValueError, match="is a run of the task `recommend`, not `multilabel`"):
         torchlml_lab.load_run(tmp_path)
 
 
@@ -211,7 +211,7 @@ def test_bad_exports(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
         capsys, ["export", run, "--format", "java"]
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "`--format onnx` needs the package `onnx`: run `pip install 'torchlml[onnx]'`" in rejected(
+    assert "`--format onnx` needs the package `onnx`. Run `pip install 'torchlml[onnx]'`" in rejected(
         capsys, ["export", run, "--out", tmp_path / "a.onnx"]
     )
 
@@ -376,6 +376,6 @@ def test_runs_that_cannot_be_continued(run: Path, features: Path, tmp_path: Path
         ([tmp_path], "is not a run directory"),
         ([features], "`--train` must be sparse features, as in"),
         ([run, "--hidden", 7], "`--hidden` must be 256, as in"),
-        ([run, "--texts", "text"], "The columns are those of `--continue-from`"),
+        ([run, "--texts", "text"], "`--continue-from` determines the columns"),
     ):
         assert needle in rejected(capsys, [*words, *more])

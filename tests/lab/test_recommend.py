@@ -316,7 +316,7 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
 
 REJECTED = {
     "": "`--train` is missing",
-    "--train FILE --loss softmax --k 3": "The loss `softmax` does not take `k`, but it is 3",
+    "--train FILE --loss softmax --k 3": "The loss `softmax` does not take `k`, but `k` is 3",
     "--train FILE --loss truncated-entropy --k labels": (
         "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`"
     ),
@@ -506,7 +506,7 @@ def test_a_model_in_closed_form_recommends_to_new_users(folder, capsys, tmp_path
         model,
     ]
     assert cli.main([*map(str, words), "--penalty", "20"]) == 0
-    assert "fitted, validation recall@20" in capsys.readouterr().out
+    assert "fitted: validation recall@20" in capsys.readouterr().out
     data, out = tmp_path / "new.txt", tmp_path / "best.jsonl"
     data.write_text("new g2-1 g2-5 g2-7 g2-9\n")
     assert cli.main(["predict", str(tmp_path / "run"), "--data", str(data), "--out", str(out)]) == 0

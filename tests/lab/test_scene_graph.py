@@ -363,7 +363,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_run(capsys, vg, whole, 
 def test_two_processes(vg, tmp_path):
     out = tmp_path / "run"
     printed, _ = output(*start_two(words(vg, out, "--cpu", "--epochs", "1")))
-    assert printed.count("Test of epoch") == 1
+    assert printed.count("Test results for epoch") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
     result = json.loads((out / "result.json").read_text())
     assert 0 < result["test"]["R@20"] <= 1
@@ -377,7 +377,8 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
     out = ["--out", str(tmp_path / "run")]
     assert cli.main(["train", "scene-graph", *options, more, *out, "--epochs", "1"]) == 0
     assert re.search(
-        r"Test of epoch 1, the best on validation: R@20 \d.*%, .* \(vision-free\)", capsys.readouterr().out
+        r"Test results for epoch 1, the best on validation: R@20 \d.*%, .* \(vision-free\)",
+        capsys.readouterr().out,
     )
 
 

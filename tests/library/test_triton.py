@@ -119,7 +119,7 @@ def test_gpu_check_without_a_gpu_prints_one_line(capsys: pytest.CaptureFixture[s
     assert cli.main(["gpu-check"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "torchlml: `torchlml gpu-check` needs a GPU, but torch detects none.\n"
+    assert said.err == "torchlml: `torchlml gpu-check` needs a GPU, but PyTorch does not detect one.\n"
 
 
 def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

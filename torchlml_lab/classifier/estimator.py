@@ -33,8 +33,8 @@ class Schedule(NamedTuple):
 
     epochs: int
     patience: int | None
-    """Training stops after this many epochs without improvement. None means the number of epochs in 100
-    steps, but at least 5."""
+    """Training stops after this many epochs without improvement. None means the number of epochs that
+    take 100 steps, but at least 5."""
     batch_size: int
     learning_rate: float
     seed: int
@@ -122,7 +122,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         ['cup', 'milk']
 
     Args:
-        k: the number of labels of a sample: an integer, or "labels". With "labels", training uses the number
+        k: the number of labels per sample: an integer, or "labels". With "labels", training uses the number
             of labels of each sample, and predictions use their mean, rounded to an integer (`k_`).
         hidden: the size of the hidden layer; 0 for a linear model.
         dropout: the dropout probability of the hidden layer.
@@ -132,9 +132,9 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         epochs: the maximum number of epochs.
         validation_fraction: the fraction of samples held out for validation, to select the epoch with the
             best nDCG@5. With 0, or with fewer than 100 samples, all samples and epochs are used.
-        patience: stop after this many epochs without improvement; None means as many epochs as take
-            100 steps, but at least 5.
-        random_state: the seed of the initial weights, the order of the samples and the validation split.
+        patience: stop after this many epochs without improvement; None means the number of epochs
+            that take 100 steps, but at least 5.
+        random_state: the seed for the initial weights, the order of the samples and the validation split.
         verbose: whether to print a line after every epoch.
 
     X is an array or a sparse matrix. Dense columns are standardized; sparse rows are divided by their mean
@@ -142,8 +142,8 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     y is one of
     - a binary matrix with a column for each label, dense or sparse: `predict` returns such a matrix;
-    - a list of label names for each sample: `predict` returns lists of names, best first. The stratified
-      splits of scikit-learn do not support them, so pass a `KFold` to `GridSearchCV`, not a number;
+    - a list of label names for each sample: `predict` returns lists of names, best first. Stratified
+      splits in scikit-learn do not support lists, so pass a `KFold` instead of a number to `GridSearchCV`;
     - one class for each sample: `predict` returns the best class, and k is 1 unless you set it.
 
     Samples without labels are ignored in training and in `score`. Training runs on the CPU.
@@ -187,7 +187,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._check_settings()
         if y is None:
             raise ValueError(
-                "`TopKClassifier` requires y to be passed, but the target y is None: pass the labels."
+                "`TopKClassifier` requires y to be passed, but the target y is None. Pass the labels."
             )
         X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32))
         self._form = learn_form(y)
@@ -215,7 +215,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Any) -> Any:
-        """Return P(label in top k) of each label for k = `k_`, with shape (R, n). Every row sums to `k_`.
+        """Return P(label in top k) for each label, with k = `k_` and shape (R, n). Every row sums to `k_`.
 
         With the loss "bce", the labels are independent, and rows do not have a fixed sum.
         """
@@ -227,13 +227,13 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         Args:
             X: the samples.
-            k: the number of labels; `k_` by default. Works in a `Pipeline` too: `pipeline.predict(X, k=5)`.
+            k: the number of labels; `k_` by default. A `Pipeline` passes it on: `pipeline.predict(X, k=5)`.
         """
         check_is_fitted(self)
         k = self.k_ if k is None else k
         if not (_whole(k, 1) and k <= len(self.classes_)):
             raise ValueError(f"`k` must be an integer from 1 to {len(self.classes_)}, but it is {k!r}.")
-        # The sort is stable, so that ties are broken by column and a result depends only on its own sample.
+        # The sort is stable, so that ties are broken by column and each result depends only on its sample.
         order = self._logits(X).sort(dim=-1, descending=True, stable=True).indices
         return self._form.write(order[:, : int(k)].numpy())
 
@@ -242,7 +242,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         It is both precision and recall at m, and the accuracy if each sample has one label. It does not grow
         with `k`, so `GridSearchCV` can compare values of k. `torchlml.metrics` has P@k, nDCG@k and more,
-        and the metrics of scikit-learn accept the results of `predict` and `predict_proba`.
+        and scikit-learn's metrics accept the outputs of `predict` and `predict_proba`.
         """
         logits = self._logits(X)
         labels = self._form.read(y)
@@ -289,7 +289,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if not counts.any():
             raise ValueError(NO_LABELS)
         if self.k != "labels" and self.k >= n:
-            raise ValueError(f"`k` must be less than the number of labels, {n}, but it is {self.k}.")
+            raise ValueError(f"`k` must be less than the number of labels ({n}), but it is {self.k}.")
         usual = min(max(1, round(float(counts[counts > 0].mean()))), n - 1)
         self.k_ = usual if self.k == "labels" else int(self.k)
 

@@ -89,7 +89,7 @@ def learn_form(labels: Any) -> LabelForm:
     if isinstance(labels, (list, tuple)) and array.dtype.kind in "fO" and all(map(_is_integer, labels)):
         raise ValueError(
             "`y` must contain integers of at most 64 bits, but they range from "
-            f"{min(labels)} to {max(labels)}: pass them as strings."
+            f"{min(labels)} to {max(labels)}. Pass them as strings."
         )
     check_classification_targets(column_or_1d(labels, warn=True))
     return LabelForm("single", np.unique(column_or_1d(labels)))
@@ -110,13 +110,13 @@ def _sorted_names(rows: list[list[Any]]) -> Any:
                     f"but it contains {name!r} of type {type(name).__name__}."
                 )
             if name != name:
-                raise ValueError("`y` must not contain NaN: omit missing labels instead.")
+                raise ValueError("`y` must not contain NaN. Omit missing labels instead.")
     names = {name for row in rows for name in row}
     if not names:
         raise ValueError(NO_LABELS)
     if len({isinstance(name, str) for name in names}) > 1:
         kinds = sorted({type(name).__name__ for name in names})
-        raise ValueError(f"`y` must contain names of one type, but they are {' and '.join(kinds)}.")
+        raise ValueError(f"`y` must contain names of one type, but their types are {' and '.join(kinds)}.")
     # numpy would convert integers beyond 64 bits to floats.
     large = any(_is_integer(name) and not -(2**63) <= name < 2**63 for name in names)
     return np.array(sorted(names), dtype=object if large else None)
@@ -156,7 +156,7 @@ def _matrix(labels: Any) -> Matrix:
     matrix = sparse.csr_array(matrix)
     if not np.isin(matrix.data, (0, 1)).all():
         raise ValueError(
-            "`y` must be a matrix of 0 and 1 with a column for each label, but it has other values."
+            "`y` must be a matrix of 0s and 1s with a column for each label, but it contains other values."
         )
     matrix = matrix.astype(np.int8)
     matrix.sum_duplicates()

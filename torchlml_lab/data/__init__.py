@@ -1,1 +1,1 @@
-"""Readers of data files: labeled samples, and interactions of users with items."""
+"""Readers for files of labeled samples and of user-item interactions."""

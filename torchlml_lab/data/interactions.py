@@ -1,4 +1,4 @@
-"""User-item interactions from text files, CSV or TSV files, and RecBole's `.inter`, optionally gzipped."""
+"""User-item interactions from text, CSV, TSV and RecBole `.inter` files, optionally gzipped."""
 
 import csv
 import io
@@ -22,12 +22,12 @@ _ITEM = ("item", "item_id", "itemid", "iid")
 _RATING = ("rating", "ratings", "stars")
 _TIME = ("timestamp", "time", "datetime", "date")
 _OTHER = (".json", ".jsonl", ".npz", ".npy", ".parquet", ".pkl", ".xlsx", ".zip")
-_READ = "give a .csv, .tsv or .inter file of pairs, or text with lines `user item item ...`"
+_READ = "Pass a .csv, .tsv or .inter file of user-item pairs, or a text file with lines `user item item ...`"
 
 
 @dataclass(frozen=True)
 class Interactions:
-    """The items of every user, without duplicates and in the order of the file, with all names.
+    """The items of every user, without duplicates and in file order, and the names of all users and items.
 
     have = read_interactions(Path("train.txt"), "--train")
     have.users[0], [have.items[i] for i in have.of(0)]
@@ -44,7 +44,7 @@ class Interactions:
     low: int = 0
     """The number of pairs whose rating is too low, which are ignored."""
     unused: tuple[str, ...] = ()
-    """The columns of ratings and timestamps in the file that were not read."""
+    """The rating and timestamp columns in the file that were not read."""
 
     def __len__(self) -> int:
         return len(self.item)
@@ -79,21 +79,21 @@ def read_interactions(
     """Read a file of users and their items. The file name, without `.gz`, determines the format.
 
     Args:
-        path: `*.csv` and `*.tsv` have a header and one pair of user and item per line. `*.inter` is RecBole's
+        path: `*.csv` and `*.tsv` have a header and one user-item pair per line. `*.inter` is RecBole's
             format (tabs, a header like `user_id:token`). Any other file has lines `user item item ...`.
         option: The command-line option that gave the path, for error messages.
-        columns: The names of the user and the item column of a table. By default, they are recognized by
+        columns: The names of the user and item columns in a table. By default, they are recognized by
             names such as user and item, or user_id and item_id.
-        min_rating: Ignore the pairs of a table with a lower rating, as if they were not in the file. By
+        min_rating: Ignore the pairs in a table with a lower rating, as if they were not in the file. By
             default ratings are not read, and every pair counts.
-        by_time: Sort the items of each user by the time column of a table. Otherwise they keep the order of
-            the file. Files without columns always keep it.
+        by_time: Sort the items of each user by the time column of a table. Otherwise, and for files without
+            columns, items stay in file order.
 
     Returns:
         The items of every user. Invalid input raises `BadInput`, which names the file and the line.
     """
     if file_kind(path) in _OTHER:
-        raise BadInput(f"`{option}` names `{path}`, but {file_kind(path)} files are not supported: {_READ}.")
+        raise BadInput(f"`{option}` names `{path}`, but {file_kind(path)} files are not supported. {_READ}.")
     data = read_content(path, option)
     if is_table(path):
         table = _read_table(path, data, columns, min_rating, by_time)
@@ -104,7 +104,7 @@ def read_interactions(
         return replace(_number(users, items, None), low=table.low, unused=table.unused)
     names, listed, counts = _read_lines(data)
     if not listed:
-        raise BadInput(f"`{option}` names `{path}`, which has no pair of a user and an item: {_READ}.")
+        raise BadInput(f"`{option}` names `{path}`, which contains no user-item pairs. {_READ}.")
     return _number(names, listed, counts)
 
 
@@ -214,7 +214,7 @@ def _read_table(
     if low and not found.items:
         raise BadInput(f"`--min-rating` is {min_rating:g}, but all {low} ratings in `{path}` are lower.")
     if not found.items:
-        raise BadInput(f"`{path}` has a header, but no pairs of a user and an item.")
+        raise BadInput(f"`{path}` has a header, but no user-item pairs.")
     return found._replace(low=low, unused=tuple(unused))
 
 
@@ -269,7 +269,7 @@ def _fields(count: int) -> str:
 
 
 def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | None) -> tuple[int, int]:
-    """Return the columns of the users and the items. In `.inter`, a type follows each name after a colon."""
+    """Return the user and item column indices. In `.inter` files, a colon and a type follow each name."""
     names = [name.partition(":")[0].strip() for name in header]
     listed = ", ".join(f"`{name}`" for name in header)
     if columns is not None:
@@ -304,7 +304,7 @@ def _number(
     item_names, item = _numbers(items)
     if counts is not None:
         user = np.repeat(user, counts)
-    # The first of equal pairs is kept, so that items keep the order of the file.
+    # The first of equal pairs is kept, so that items stay in file order.
     _, first = np.unique(user * len(item_names) + item, return_index=True)
     first.sort()
     order = first[np.argsort(user[first], kind="stable")]

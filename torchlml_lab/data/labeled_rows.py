@@ -1,6 +1,6 @@
-"""Samples with features or texts and named labels, the common result of all readers of labeled data.
+"""Samples with features or texts and named labels, as returned by all readers of labeled data.
 
-Labels are parsed from cells of a table here too, and texts are replaced with the embeddings of an encoder.
+This module also parses the labels in table cells and replaces texts with embeddings from an encoder.
 """
 
 import ast
@@ -27,12 +27,12 @@ Matrix = Any
 _SEPARATORS = (",", ";", "|", "\t")
 _FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 _LIST = re.compile(r"\[.*\]", re.DOTALL)
-_LISTED = 6  # columns in a message
+_LISTED = 6  # the maximum number of columns to list in a message
 
 
 @dataclass(frozen=True)
 class LabeledRows:
-    """The samples of a file: numbers, texts or both, and the labels of each sample."""
+    """The samples in a file: numbers, texts or both, and the labels of each sample."""
 
     features: Matrix
     """CSR float32 (rows, features), possibly without columns. Missing numbers are NaN."""
@@ -49,7 +49,7 @@ class LabeledRows:
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Return the number of labels of each row."""
+        """The number of labels of each row."""
         return np.diff(self.labels.indptr).astype(np.int64)
 
     def take(self, rows: npt.NDArray[Any]) -> "LabeledRows":
@@ -62,10 +62,10 @@ class LabeledRows:
         """Reorder the labels to match `names`. Labels that are not in `names` come last.
 
         Args:
-            names: The labels of a model, in its order.
+            names: The labels of a model, in the order of its outputs.
 
         Returns:
-            The samples. Their `names` are the given names followed by all others.
+            The samples. Their `names` are the given names followed by all other names.
         """
         place = {name: number for number, name in enumerate(names)}
         unknown = [name for name in self.names if name not in place]
@@ -82,17 +82,17 @@ class LabeledRows:
 
 @dataclass(frozen=True)
 class Columns:
-    """The roles of the columns of a table that samples come from."""
+    """The roles of the columns in a table of samples."""
 
     texts: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     """If neither `texts` nor `numbers` is given, columns that contain only numbers become `numbers`, and all
     other columns become `texts`."""
     labels: tuple[str, ...] = ()
-    """One column with all labels of a sample, or a column of 0 and 1 for each label. By default, the label
+    """One column with all labels of a sample, or a column of 0s and 1s for each label. By default, the label
     columns are detected. Empty for files without labels."""
     separator: str | None = None
-    """The separator of labels in a cell. By default, the most common one of `, ; |` and tab. None if each
+    """The separator between labels in a cell. By default, the most common of `, ; |` and tab. None if each
     label has its own column."""
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class Columns:
         if len(self.labels) == 1:
             said.append(f"labels from `{self.labels[0]}`, separated by {self.separator!r}")
         elif self.labels:
-            said.append(f"{len(self.labels)} labels, with a column of 0 and 1 each: {listed(self.labels)}")
+            said.append(f"{len(self.labels)} labels, each in a column of 0s and 1s: {listed(self.labels)}")
         return ", ".join(said)
 
 
@@ -164,11 +164,11 @@ def _encoder(name: str) -> Any:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise BadInput(
-            "`--encoder` needs the package `sentence-transformers`: run `pip install 'torchlml[encoder]'`."
+            "`--encoder` needs the package `sentence-transformers`. Run `pip install 'torchlml[encoder]'`."
         ) from error
     try:
         return SentenceTransformer(name, device="cpu")
-    except Exception as error:  # the package raises errors of several dependencies
+    except Exception as error:  # the package raises errors from several dependencies
         raise BadInput(
             "`--encoder` must be the directory or the name of a sentence-transformers model, but "
             f"`{name}` cannot be loaded: {' '.join(str(error).split())[:200].rstrip('.')}."
@@ -254,14 +254,14 @@ def rename(rows: LabeledRows, path: Path | None, option: str) -> LabeledRows:
     line_of: dict[str, int] = {}
     for line, name in enumerate(names, 1):
         if not name or name in line_of:
-            said = f"the name `{name}` is also in line {line_of[name]}" if name else "the name is empty"
+            said = f"the name `{name}` is also on line {line_of[name]}" if name else "the name is empty"
             raise BadInput(f"`{path}`, line {line}: {said}, but label names must be unique and not empty.")
         line_of[name] = line
     for label in rows.names:
         if not (label.isascii() and label.isdigit() and int(label) < len(names)):
             raise BadInput(
-                f"`{option}` names `{path}`, which contains {len(names)} names, for labels from 0 to "
-                f"{len(names) - 1}, but there is a label `{label}`."
+                f"`{option}` must name every label, but `{path}` contains {len(names)} names, for labels "
+                f"from 0 to {len(names) - 1}, and there is a label `{label}`."
             )
     return replace(rows, names=[names[int(label)] for label in rows.names])
 
@@ -280,8 +280,9 @@ def split_labels(cells: Sequence[Any], separator: str) -> Iterator[list[str]]:
         [['x', 'y'], []]
 
     Args:
-        cells: Texts, or lists as in Parquet and JSON files. Texts are parsed if all are Python list literals.
-        separator: The text between two labels.
+        cells: Strings, or lists as in Parquet and JSON files. If all strings are Python list literals, they
+            are parsed.
+        separator: The string between two labels.
 
     Yields:
         The names without surrounding spaces. Missing and empty names are dropped.
@@ -307,7 +308,7 @@ def _parsed_lists(cells: Sequence[Any]) -> list[Any] | None:
 
 
 def usual_separator(cells: Sequence[Any]) -> str:
-    """Return the separator that most cells contain, or a comma if no cell contains any."""
+    """Return the separator that occurs in the most cells, or a comma if no separator occurs."""
     return max(_SEPARATORS, key=lambda mark: sum(isinstance(cell, str) and mark in cell for cell in cells))
 
 

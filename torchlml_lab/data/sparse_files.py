@@ -1,4 +1,4 @@
-"""Files of sparse features and labels: svmlight, extreme-classification text, and pairs of .npz files."""
+"""Files with sparse features and labels: svmlight, extreme-classification text, and pairs of .npz files."""
 
 import zipfile
 from collections.abc import Sequence
@@ -74,11 +74,11 @@ def _header(line: bytes) -> tuple[int, int, int] | None:
 
 
 def _divide(lines: Sequence[bytes], first: int, header: bool) -> tuple[list[int], list[bytes], list[bytes]]:
-    """Return the line number, the text of the labels and the text of the features of each row.
+    """Return the line number, the label text and the feature text of each row.
 
     Args:
         lines: The lines, without the header.
-        first: The line number of the first of them.
+        first: The line number of the first of these lines.
         header: Whether the file has a header.
     """
     at, heads, tails = [], [], []
@@ -127,13 +127,13 @@ def _explain(path: Path, at: Sequence[int], tails: Sequence[bytes]) -> NoReturn:
                 raise BadInput(f"`{path}`, line {line}: `{said}` is not of the form `feature:value`.")
             if not feature.isdigit() or int(feature) > _LARGEST:
                 accepted = f"an integer from 0 to {_LARGEST}"
-                raise BadInput(f"`{path}`, line {line}: the feature of `{said}` is not {accepted}.")
+                raise BadInput(f"`{path}`, line {line}: the feature in `{said}` is not {accepted}.")
             try:
                 finite = b"_" not in value and abs(float(value)) <= _MOST
             except ValueError:
                 finite = False
             if not finite:
-                raise BadInput(f"`{path}`, line {line}: the value of `{said}` is not a finite number.")
+                raise BadInput(f"`{path}`, line {line}: the value in `{said}` is not a finite number.")
     raise BadInput(f"`{path}` cannot be read as lines of the form `label,label feature:value ...`.")
 
 
@@ -197,12 +197,12 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     found = _read(labels, labels_option)
     if found.shape[0] != features.shape[0]:
         raise BadInput(f"`{path}` has {features.shape[0]} rows, but `{labels}` has {found.shape[0]}.")
-    positive = found.data >= 0  # False for NaN too
+    positive = found.data >= 0  # also False for NaN
     if not positive.all():
         value = found.data[np.argmin(positive)]
         raise BadInput(
-            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but a label must be positive "
-            "and all other entries 0 or absent."
+            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but the entry must be "
+            "positive for a label, and otherwise 0 or absent."
         )
     found = (found != 0).astype(np.int8).tocsr()
     used = np.flatnonzero(np.bincount(found.indices, minlength=found.shape[1]))
@@ -219,15 +219,17 @@ def _read(path: Path, option: str) -> Matrix:
         with path.open("rb") as file:
             stored = sparse.load_npz(file)
         if stored.format in ("csr", "csc", "bsr"):
-            stored.check_format(full_check=True)  # a bad index would be read out of bounds
+            stored.check_format(full_check=True)  # an invalid index would cause a read out of bounds
         matrix = sparse.csr_array(stored)
     except OSError as error:
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        said = f"`{option}` names `{path}`, which is not a complete file of `scipy.sparse.save_npz`."
+        said = f"`{option}` names `{path}`, which is not a complete file written by `scipy.sparse.save_npz`."
         raise BadInput(said) from error
     if not matrix.shape[0] or not matrix.shape[1]:
         raise BadInput(f"`{option}` names `{path}`, which is empty: its shape is {matrix.shape}.")
     if matrix.dtype.kind not in "biuf":
-        raise BadInput(f"`{option}` names `{path}`, whose entries are {matrix.dtype}, not numbers.")
+        raise BadInput(
+            f"`{option}` names `{path}`, whose entries must be numbers, but their dtype is {matrix.dtype}."
+        )
     return matrix

@@ -35,14 +35,14 @@ _MOST = float(np.finfo(np.float32).max)
 _ROWS = 2**16  # the number of rows that are converted at once
 _DETECTED = 100_000  # the number of rows that are inspected to detect label columns
 Table = Mapping[str, Sequence[Any]]
-"""The cells of every column, by its name."""
+"""The cells of every column, by column name."""
 USUAL_NAMES = (
     *("labels", "label", "tags", "tag", "topics", "topic", "categories", "category", "classes", "class"),
     *("keywords", "genres", "genre", "subjects"),
 )
 _IDENTIFIER = re.compile(r"|(.*[_ ])?id|index|unnamed: 0", re.IGNORECASE)
 _DECIMAL = re.compile(r"-?\d+,\d+")  # a number with a decimal comma
-_LONGEST = 60  # characters of a label
+_LONGEST = 60  # the maximum length of a label in characters
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def rows_of_columns(table: Mapping[str, Sequence[Any]], columns: Columns) -> Lab
     """Convert a table in memory to samples without labels.
 
     Args:
-        table: The cells of every column, by its name.
-        columns: The columns of texts and numbers. A missing column or an invalid cell raises `BadInput`.
+        table: The cells of every column, by column name.
+        columns: The text and number columns. A missing column or an invalid cell raises `BadInput`.
     """
     lengths = {name: len(cells) for name, cells in table.items()}
     if len(set(lengths.values())) > 1:
@@ -112,14 +112,14 @@ def _rows(cells: _Cells, columns: Columns, labeled: bool) -> tuple[LabeledRows, 
     numbers = np.empty((len(cells.at), len(columns.numbers)), dtype=np.float32)
     for place, name in enumerate(columns.numbers):
         numbers[:, place] = np.fromiter(_numbers(cells, name), np.float32, len(cells.at))
-    # scipy needs 16 more bytes for each number while it converts them.
+    # Convert blocks of rows, because scipy needs 16 more bytes per number during the conversion.
     parts = [sparse.csr_array(numbers[start : start + _ROWS]) for start in range(0, len(numbers), _ROWS)]
     labels, names = label_matrix(_labels(cells, columns) if labeled else ([] for _ in cells.at))
     return LabeledRows(stacked(parts, len(columns.numbers)), labels, names, texts, columns.numbers), columns
 
 
 def column_names(path: Path, option: str) -> list[str] | None:
-    """Read only the names of the columns of a table; None for JSON lines, whose keys can differ."""
+    """Return the column names of a table, or None for JSON lines, whose keys can differ."""
     kind = file_kind(path)
     if kind == ".parquet":
         with _parquet_file(path, option) as file:
@@ -128,7 +128,7 @@ def column_names(path: Path, option: str) -> list[str] | None:
 
 
 def _csv_rows(path: Path, option: str) -> Any:
-    """Open a CSV file, as a reader of the module `csv`."""
+    """Return a `csv.reader` for a CSV file."""
     csv.field_size_limit(2**31 - 1)  # texts may be long
     blocks = _Blocks(read_blocks(path, option))
     separator = "\t" if file_kind(path) == ".tsv" else _cell_separator(blocks)
@@ -157,7 +157,7 @@ def _read_csv(path: Path, option: str) -> _Cells:
             before = rows.line_num
     except csv.Error as error:
         ends = "unexpected end" in str(error)
-        said = "the file ends inside quotes" if ends else f"the quotes are wrong ({error})"
+        said = "the file ends inside quotes" if ends else f"the quotes are invalid ({error})"
         raise BadInput(f"`{path}`, line {before + 1}: {said}.") from error
     return _Cells(path, dict(zip(header, found, strict=True)), at, "line")
 
@@ -182,7 +182,7 @@ class _Blocks:
             yield from io.StringIO(self._first[number])
 
     def lines(self) -> Iterator[str]:
-        """Yield all lines for the last time."""
+        """Yield all lines. They cannot be read again."""
         for block in chain(self._first, self._rest):
             yield from io.StringIO(block)
         self._first.clear()
@@ -260,7 +260,7 @@ def _parquet_file(path: Path, option: str) -> Iterator[Any]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise BadInput(
-            f"`{path}` needs the package `pyarrow`: run `pip install 'torchlml[parquet]'`."
+            f"`{path}` needs the package `pyarrow`. Run `pip install 'torchlml[parquet]'`."
         ) from error
     try:
         with path.open("rb") as file:
@@ -281,7 +281,7 @@ def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
             near = did_you_mean(name, table)
             raise BadInput(
                 f"`{cells.path}` has no column `{shown(name)}`"
-                + (near or f": its columns are {listed(table)}.")
+                + (near or f". Its columns are {listed(table)}.")
             )
     if labeled and not labels:
         first = {name: column[:_DETECTED] for name, column in table.items()}
@@ -290,7 +290,7 @@ def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
     if twice is not None:
         raise BadInput(
             f"`{cells.path}`: the column `{twice}` contains the labels, so it cannot contain texts or "
-            "numbers. Choose another one with `--labels`."
+            "numbers. Choose another label column with `--labels`."
         )
     if not texts and not numbers:
         rest = [name for name in table if name not in labels]
@@ -333,7 +333,7 @@ def _is_number_column(cells: Sequence[Any]) -> bool:
     found = False
     for cell in cells:
         value = _number(cell)
-        # NaN or infinity does not turn numbers into texts. It raises an error when the column is read.
+        # NaN or infinity does not make this a text column. It raises an error when the column is read.
         if value is None and not _is_infinite(cell):
             return False
         found = found or (value is not None and not math.isnan(value))
@@ -384,8 +384,8 @@ def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
             if flag is None:
                 raise cells.wrong(
                     row,
-                    f"column `{name}` has `{shown(str(cell))}`, but if there are several label columns, each "
-                    "must contain 0 and 1, or false and true",
+                    f"column `{name}` has `{shown(str(cell))}`, but with several label columns, each cell "
+                    "must be 0 or 1, or false or true",
                 )
             if flag:
                 lists[row].append(name)
@@ -395,9 +395,9 @@ def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
 def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]:
     """Find the label columns of a table.
 
-    A column with a common name is preferred, in the order of `USUAL_NAMES`. Otherwise, the only column whose
-    cells look like separated labels is used. If there is none, the table contains texts, and several columns
-    contain only 0 and 1, each of those columns is a label.
+    A column with one of the names in `USUAL_NAMES` is preferred, in that order. Otherwise, the only column
+    whose cells look like separated labels is used. If there is none, but the table contains texts and several
+    columns contain only 0 and 1, each of those columns is a label.
 
         >>> detect_labels({"text": ["a b", "c d"], "topics": ["x;y", "y"]}, (), Path("rows.csv"))
         ('topics',)
@@ -443,7 +443,7 @@ def _suggestion(table: Table, separated: Sequence[str], flags: Sequence[str], pa
     repeated = [name for name, cells in table.items() if _repeats(cells)]
     if repeated:
         return (
-            f"{missing}; its columns are {listed(table)}. If the labels are in `{repeated[0]}`, "
+            f"{missing}. Its columns are {listed(table)}. If the labels are in `{repeated[0]}`, "
             f"{command(repeated[:1])}."
         )
     return f"{missing}. Choose a column with `--labels` ({listed(table)})."
@@ -452,7 +452,7 @@ def _suggestion(table: Table, separated: Sequence[str], flags: Sequence[str], pa
 def looks_separated(cells: Sequence[Any]) -> bool:
     """Whether the cells look like lists of labels: short names that occur in several cells.
 
-    At least one in twenty cells contains several names, and a name occurs in two cells on average.
+    At least one in twenty cells contains several names, and names occur in at least two cells on average.
     """
     there = [cell for cell in cells if not is_missing(cell) and cell != ""]
     if there and all(isinstance(cell, list) for cell in there):
@@ -465,13 +465,13 @@ def looks_separated(cells: Sequence[Any]) -> bool:
 
 
 def _repeats(cells: Sequence[Any]) -> bool:
-    """Whether a text column looks as if it contained one label per cell."""
+    """Whether a text column appears to contain one label per cell."""
     there = [cell for cell in cells if isinstance(cell, str) and cell]
     return bool(there) and _is_text_column(cells) and _are_names([[cell] for cell in there])
 
 
 def _are_names(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether all names are short, contain a letter or digit, and occur twice on average."""
+    """Whether all names are short, contain a letter or digit, and occur at least twice on average."""
     names = [name for row in rows for name in dict.fromkeys(row)]
     distinct = set(names)
     short = all(len(name) <= _LONGEST and any(map(str.isalnum, name)) for name in distinct)
@@ -479,7 +479,7 @@ def _are_names(rows: Sequence[Sequence[str]]) -> bool:
 
 
 def _is_text_column(cells: Sequence[Any]) -> bool:
-    """Whether a column has a cell that is a text and neither a number nor a flag."""
+    """Whether any cell of a column is a string that is neither a number nor a flag."""
     return any(isinstance(cell, str) and parse_flag(cell) is None and not _is_number(cell) for cell in cells)
 
 

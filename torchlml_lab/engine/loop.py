@@ -54,7 +54,7 @@ class Task:
     most_gradient: float | None = None
     """The maximum gradient norm for clipping. None disables clipping."""
     evaluated: int = 8
-    """The number of batches that are evaluated at once: more than one, because no gradients are stored."""
+    """The number of batches evaluated at once. More than one fits, because no gradients are stored."""
     threads: int | None = None
     """The number of CPU threads that suits the task's operators. None means all available threads."""
     patience: int | None = None
@@ -62,8 +62,8 @@ class Task:
     stored: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """JSON files, by name, that are written to the run directory at the start, for use in prediction."""
     start_margin: float | None = None
-    """For a model that is already trained: it is evaluated as epoch 0, and the best epoch is a later one only
-    if it exceeds the score of epoch 0 by this margin."""
+    """For a model that is already trained. It is evaluated as epoch 0, and a later epoch is the best one only
+    if its score exceeds that of epoch 0 by this margin."""
     settings: TrainSettings | None = None
     """The settings to write to the run directory, if the data changed them."""
     combine: Callable[[nn.Module], None] | None = None
@@ -73,9 +73,9 @@ class Task:
     """Called after `combine` to fit parts of the model on all samples, before the test metrics are measured.
     The second argument is the run directory in the first process, and None in all other processes."""
     fitted: float | None = None
-    """For a model that is already fitted: the seconds this took. It is only evaluated and saved."""
+    """For a model that is already fitted, the seconds this took. The model is only evaluated and saved."""
     instead: str = ""
-    """A sentence that recommends a faster alternative if training would take hours."""
+    """A sentence that recommends a faster alternative if training would take more than an hour."""
 
 
 class RowAdam(Optimizer):
@@ -88,7 +88,7 @@ class RowAdam(Optimizer):
         parameters: The parameters.
         lr: The learning rate.
         betas: The decay rates of the moments.
-        eps: Added to the root of the second moment.
+        eps: Added to the square root of the second moment.
     """
 
     def __init__(
@@ -173,9 +173,9 @@ def train_step(
 
     Args:
         model: The network, in training mode.
-        optimizer: The optimizer of its parameters.
-        loss: The mean loss of a batch.
-        batch: The argument of the loss.
+        optimizer: The optimizer for its parameters.
+        loss: Computes the mean loss of a batch.
+        batch: The batch.
         accelerator: Controls the precision and synchronizes processes. None means a single process.
         most_gradient: The maximum gradient norm for clipping. None disables clipping.
 
@@ -205,7 +205,7 @@ def train_epoch(
     most_gradient: float | None = None,
     step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Train on every batch once. `step` is called after each batch. See `train_step` for other arguments.
+    """Train on every batch once. `step` is called after each batch. See `train_step` for the others.
 
     Returns:
         The sum of the losses of all batches.
@@ -218,13 +218,13 @@ def train_epoch(
     return total
 
 
-LONG, VERY_LONG = 600.0, 3600.0  # seconds from which an estimate, and also an alternative, is printed
+LONG, VERY_LONG = 600.0, 3600.0  # seconds above which an estimate, and then also an alternative, is printed
 FEW, REPEATED = 8, 3  # samples and repetitions that suffice for an estimate
-MOST_PROBED = 2**22  # entries that suffice to time an update: more than the caches hold
+MOST_PROBED = 2**22  # entries that suffice to time an update, more than fit in the caches
 
 
 class Needs(NamedTuple):
-    """The estimated time and memory of a training run."""
+    """The estimated time and memory that a training run needs."""
 
     step: float
     """Seconds per batch of training."""
@@ -235,7 +235,7 @@ class Needs(NamedTuple):
 
 
 def needs(task: Task, batch_size: int) -> Needs:
-    """Time the passes, the update and the evaluation, and estimate the memory, without changing the task.
+    """Estimate the time and memory of training from a few timed steps, without changing the task.
 
     Args:
         task: The task to time.
@@ -243,10 +243,10 @@ def needs(task: Task, batch_size: int) -> Needs:
 
     Returns:
         The estimates. If a whole batch is slow, the time of the passes is extrapolated from a few samples.
-        The time of a dense update is extrapolated from a few parameters. The memory is the highest so far, or
-        that of a training step or an evaluation together with the gradients and the optimizer state.
+        The time of a dense update is extrapolated from a few parameters. The memory is the peak so far or, if
+        larger, that of a training step or an evaluation, with the gradients and the optimizer state.
     """
-    # With several processes, the hooks of the model and the metrics would wait for the other processes.
+    # With several processes, the model's hooks and the metrics would wait for the other processes.
     together = dist.is_available() and dist.is_initialized()
     model = (copy.deepcopy(task.model) if together else task.model).train()
     named = dict(model.named_parameters())
@@ -292,7 +292,7 @@ def needs(task: Task, batch_size: int) -> Needs:
         if evaluating < 1:  # the first evaluation includes lazy loading
             evaluating = evaluation(some)
         evaluating *= held_out_length / some
-        resident = _memory_bytes("VmRSS")  # with the gradients and everything that was loaded
+        resident = _memory_bytes("VmRSS")  # including the gradients and everything that was loaded
     model.zero_grad()
     for name, kept in model.state_dict().items():
         if name in buffers:
@@ -304,7 +304,7 @@ def needs(task: Task, batch_size: int) -> Needs:
 def _update_needs(optimizer: Optimizer, gradients: Sequence[Tensor]) -> tuple[float, float]:
     """Estimate the seconds per update and the size of the optimizer state in bytes.
 
-    A new optimizer of the same kind updates a few entries, once to create its state and then to be timed. The
+    A new optimizer of the same kind updates a few entries, once to create its state and then for timing. The
     gradients determine which entries an update reads: all entries of a weight with a dense gradient, and some
     rows of a weight with a sparse gradient.
     """
@@ -346,7 +346,7 @@ def _memory_bytes(name: str) -> float:
 class _HighestMemory:
     """Samples the memory of this process in a thread, within a `with` block.
 
-    `VmHWM` cannot be used here: it also contains the peak before the block, and resetting it would change the
+    `VmHWM` cannot be used here: it includes any peak before the block, and resetting it would change the
     peak that the system reports for the process.
     """
 
@@ -382,10 +382,10 @@ def forecast(task: Task, batch_size: int, epochs: int, batches: int) -> str | No
     if epochs * each < LONG:
         return None
     most = "" if task.patience is None else "At most "
-    memory = f", with about {found.memory / 1e9:.1f} GB of memory" if found.memory else ""
+    memory = f" and use about {found.memory / 1e9:.1f} GB of memory" if found.memory else ""
     said = (
-        f"{most}{epochs} epochs of {batches} batches will take about {in_words(epochs * each)} on this CPU, "
-        f"{in_words(each)} each{memory}."
+        f"{most}{epochs} epochs of {batches} batches will take about {in_words(epochs * each)} on this CPU "
+        f"({in_words(each)} per epoch){memory}."
     )
     return f"{said} {task.instead}".rstrip() if epochs * each > VERY_LONG else said
 
@@ -399,9 +399,9 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-Name = TypeVar("Name", bound=str)  # the name of a loss of a task
+Name = TypeVar("Name", bound=str)  # the name of one of a task's losses
 
-MOST_SAMPLES = 1024  # per step, because a scene graph takes about 200 kB
+MOST_SAMPLES = 1024  # per step, because a scene graph takes about 200 kB of memory
 
 
 def checked_size(settings: StepTimeSettings, usual: int) -> int:
@@ -418,7 +418,7 @@ def checked_size(settings: StepTimeSettings, usual: int) -> int:
 def compare_steps(
     names: Sequence[Name], build: Callable[[Name], Task], settings: StepTimeSettings, size: int, what: str
 ) -> None:
-    """Time a training step of each task, and print a table relative to the first.
+    """Time a training step of each task, and print a table of times relative to the first task.
 
     Args:
         names: The names of the tasks to time, the baseline first.
@@ -470,7 +470,7 @@ def measure_steps(
 
 def step_table(seconds: Mapping[str, Sequence[float]], baseline: str, what: str) -> Table:
     """Tabulate the median time per step of each task, and its difference from the baseline."""
-    shown = plain_table(f"{what}, medians", ("loss", "ms per step", f"vs. {baseline}"))
+    shown = plain_table(f"Medians over {what}", ("loss", "ms per step", f"vs. {baseline}"))
     usual = median(seconds[baseline])
     for name, times in seconds.items():
         middle = median(times)

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.cli_errors import BadInput, reason
 from torchlml_lab.files import replacing
 
 
@@ -45,7 +45,7 @@ FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0
 
 
 class ProgressBar(Progress):
-    """A `rich.progress.Progress` with common columns. Without a terminal, it prints plain lines instead.
+    """A `rich.progress.Progress` with common columns, which prints plain lines if there is no terminal.
 
         with ProgressBar(console) as progress:
             task = progress.add_task("epochs", total=10)
@@ -144,12 +144,12 @@ class StudyTable(Generic[Row]):
             with path.open(newline="", encoding="utf-8") as file:
                 rows = csv.DictReader(file)
                 if rows.fieldnames != list(types):
-                    raise ValueError("its columns are not those of a sweep of this version")
+                    raise ValueError("its columns are not those that sweeps in this version write")
                 found = [self.kind(**{key: types[key](row[key]) for key in types}) for row in rows]
             if not found:
                 raise ValueError("it has no rows")
         except (OSError, ValueError, TypeError) as error:
-            said = error.strerror if isinstance(error, OSError) else error
+            said = reason(error) if isinstance(error, OSError) else error
             raise BadInput(f"`{option}` names `{path}`, which is not a sweep CSV: {said}.") from error
         return found
 
@@ -178,10 +178,10 @@ def best_recipes(
             if one.method == method:
                 scores[one.recipe][one.condition] = one.score
         if not scores:
-            raise BadInput(f"`--tuned` names `{path}`, which contains no run of the {what} `{method}`.")
+            raise BadInput(f"`--tuned` names `{path}`, which contains no runs with the {what} `{method}`.")
         if len({frozenset(found) for found in scores.values()}) > 1:
             raise BadInput(
-                f"`--tuned` names `{path}`, where `{method}` was not run on the same {where} with every "
+                f"`--tuned` names `{path}`, where `{method}` was not run with the same {where} for every "
                 f"{tuned}. Finish that sweep first."
             )
         best[method] = max(scores, key=lambda recipe: mean(scores[recipe].values()))
@@ -189,7 +189,7 @@ def best_recipes(
 
 
 def plain_table(title: str, heads: Sequence[str], left: int = 1) -> Table:
-    """Create an empty table for the terminal. The first `left` columns are text, all others numbers."""
+    """Create an empty table for the terminal. The first `left` columns contain text, the others numbers."""
     table = Table(
         title=title,
         title_justify="left",

@@ -1,4 +1,4 @@
-"""A training run: train, evaluate and save a checkpoint per epoch, and finally test the best epoch."""
+"""Training runs: train, evaluate and save a checkpoint in each epoch, and finally test the best epoch."""
 
 import importlib.util
 import math
@@ -34,17 +34,17 @@ def train(
 
     Args:
         experiment: The name of the task.
-        settings: The settings of the run. With `resume`, they name the run directory.
+        settings: The settings of the run. To resume a run, `resume` names its directory.
         build: Reads the data and builds the task. It is called after the seed is set.
         console: The console for progress and results.
 
     Returns:
-        The content of `result.json`: the best epoch, its validation and test metrics, and the seconds used.
+        The content of `result.json`: the best epoch, its validation and test metrics, and elapsed seconds.
     """
     accelerator = _accelerator(settings)
     if settings.batch_size % accelerator.num_processes:
         raise BadInput(
-            f"`--batch-size` must be a multiple of the number of processes, {accelerator.num_processes}, "
+            f"`--batch-size` must be a multiple of the number of processes ({accelerator.num_processes}), "
             f"but it is {settings.batch_size}."
         )
     folder = RunFolder(settings.resume or settings.out, experiment)
@@ -91,11 +91,11 @@ def say_test(console: Console, settings: TrainSettings, result: dict[str, Any], 
         console: The console to print to.
         settings: The settings of the run.
         result: The return value of `train`.
-        words: The metrics in words, as returned by `in_percent`.
+        words: The metrics as text, as returned by `in_percent`.
     """
     if Accelerator(cpu=settings.cpu).is_main_process:
         console.print(
-            f"Test of epoch {result['best_epoch']}, the best on validation: {words}. "
+            f"Test results for epoch {result['best_epoch']}, the best on validation: {words}. "
             f"The run is saved in {settings.resume or settings.out}.",
             soft_wrap=True,
             highlight=False,
@@ -131,7 +131,7 @@ class _Run:
             name: accelerator.prepare(_loader(data, EpochBatches(_length(data), size, 0, shuffle=False)))
             for name, data in task.held_out.items()
         }
-        # From here on each process draws different random numbers, for example for dropout.
+        # From here on, each process draws different random numbers, for example for dropout.
         set_seed(settings.seed, device_specific=True)
         self.state = folder.state() if settings.resume is not None else None
         if self.state is not None:
@@ -228,7 +228,7 @@ class _Run:
         if self.main:
             said = in_percent(measures["validation"], self.task.printed)
             shown = "" if loss is None else f"loss {loss:.4f}, "
-            start = "fitted, " if self.task.fitted is not None else f"epoch {epoch}: {shown}"
+            start = "fitted: " if self.task.fitted is not None else f"epoch {epoch}: {shown}"
             self.console.print(f"{start}validation {said}", highlight=False)
 
     def _save(self, state: State, lines: list[dict[str, Any]]) -> None:
@@ -256,8 +256,8 @@ class _Run:
     def _load(self, state: State) -> None:
         if state.processes != self.accelerator.num_processes:
             raise BadInput(
-                f"The run `{self.folder.path}` was started with {state.processes} processes, "
-                f"so it cannot be resumed with {self.accelerator.num_processes}."
+                f"The run `{self.folder.path}` must be resumed with its original number of processes, "
+                f"{state.processes}, but the number is {self.accelerator.num_processes}."
             )
         path = self.folder.checkpoint(state.last)
         try:
@@ -283,7 +283,7 @@ class _Run:
         assert self.state is not None
         best = self.folder.checkpoint(self.state.best)
         model = self.accelerator.unwrap_model(self.model)
-        # Free the gradients and the optimizer state, because parts that are fitted now may need the memory.
+        # Free the gradients and the optimizer state, because fitting parts of the model may need the memory.
         model.zero_grad()
         self.task.optimizer.state.clear()
         load_model(model, str(best / "model.safetensors"))
@@ -292,7 +292,7 @@ class _Run:
         chosen = next((old for old in lines if (old["epoch"], old["split"]) == best_line), None)
         if chosen is None:
             path = self.folder.path / "metrics.jsonl"
-            raise BadInput(f"`{path}` is damaged: the validation line of epoch {best_line[0]} is missing.")
+            raise BadInput(f"`{path}` is damaged: the validation line for epoch {best_line[0]} is missing.")
         validation = {key: chosen[key] for key in chosen if key not in ("epoch", "split", "train_loss")}
         if self.task.combine is not None:
             self.task.combine(model)
@@ -324,7 +324,7 @@ def _why_not_written(error: Exception, folder: Path) -> str:
         return reason(OSError(number, os.strerror(number)))
     if "inline_container" in said:  # torch's archive writer discards the system's error
         free = shutil.disk_usage(folder.parent).free / 1e9
-        return f"a file is incomplete, with {free:,.1f} GB free on the disk"
+        return f"a file is incomplete (free disk space: {free:,.1f} GB)"
     return said
 
 
@@ -339,7 +339,7 @@ def _random_states(path: Path) -> dict[str, Any]:
 
 def _accelerator(settings: TrainSettings) -> Accelerator:
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise BadInput("`--tensorboard` needs the package `tensorboard`: run `pip install tensorboard`.")
+        raise BadInput("`--tensorboard` needs the package `tensorboard`. Run `pip install tensorboard`.")
     # With split_batches, `--batch-size` is the total over all processes, regardless of their number.
     data = DataLoaderConfiguration(split_batches=True, dispatch_batches=False)
     try:
@@ -362,7 +362,7 @@ def _loader(data: Dataset[Any], order: EpochBatches) -> DataLoader[Any]:
 
 
 def _whole_batch(batch: Any) -> Any:
-    """Return the batch unchanged, because the data sets already return whole batches."""
+    """Return the batch unchanged, because the datasets already return whole batches."""
     return batch
 
 
@@ -382,14 +382,14 @@ def train_on_files(
     introduction: Callable[[Settings, Data], Iterable[str]],
     console: Console,
 ) -> dict[str, Any]:
-    """Train on files like `train`, and print a summary of the data before the first epoch.
+    """Train on files as `train` does, and print a summary of the data before the first epoch.
 
     Args:
         experiment: The name of the task.
         settings: The settings of the run.
         read: Reads the files that the settings name.
         task: Builds the task from the data.
-        introduction: Returns sentences that describe the data and the choices made from them.
+        introduction: Returns sentences that describe the data and the choices based on them.
         console: The console for the introduction, progress and results.
 
     Returns:

@@ -4,7 +4,7 @@
     settings.json       all settings
     (others)            files that a task stores for prediction
     metrics.jsonl       one line of JSON per evaluation
-    checkpoints/        one directory per kept epoch: weights, optimizer, scheduler, random states
+    checkpoints/        one directory per retained epoch: weights, optimizer, scheduler, random states
     state.json          the last complete epoch, and which checkpoints are "last" and "best"
     result.json         written when the run has finished
     failed.json         written if the loss became infinite or NaN
@@ -37,7 +37,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 import torchlml
-from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.cli_errors import BadInput, reason
 from torchlml_lab.engine.settings import SETTINGS_FILE, TrainSettings, from_json, to_json
 from torchlml_lab.files import read_record, replacing
 
@@ -70,9 +70,9 @@ def locked(folder: Path) -> Iterator[None]:
             _take(file)
         except (BlockingIOError, PermissionError):
             file.seek(0)
-            holder = file.read().strip() or "unknown process id"
+            holder = file.read().strip() or "unknown"
             raise BadInput(
-                f"`{folder}` is in use by another process ({holder}). Wait for it to finish, or stop it."
+                f"`{folder}` is in use by another process (ID {holder}). Wait for it to finish, or stop it."
             ) from None
         except OSError:
             pass  # the file system does not support locks
@@ -87,7 +87,7 @@ def _open(path: Path) -> IO[str]:
     try:
         return path.open("a+", encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"`{path.parent}` cannot be written: {error.strerror}.") from error
+        raise BadInput(f"`{path.parent}` cannot be written to: {reason(error)}.") from error
 
 
 FORMAT = 2
@@ -182,7 +182,7 @@ class RunFolder:
             )
 
     def check_sound(self) -> None:
-        """Raise `BadInput` if the loss became infinite or NaN, because resuming would repeat it."""
+        """Raise `BadInput` if the loss became infinite or NaN, which a resumed run would repeat."""
         if (self.path / "failed.json").exists():
             failed = read_record(self.path / "failed.json", _Failed)
             raise BadInput(f"`{self.path}`: " + self.failure(failed.epoch, failed.loss))
@@ -190,8 +190,8 @@ class RunFolder:
     def failure(self, epoch: int, loss: str) -> str:
         """Return the message for a run whose loss became infinite or NaN."""
         return (
-            f"The loss became {loss} in epoch {epoch}, and resuming would repeat it. Start a new run with a "
-            "smaller `--learning-rate`, in another `--out` or with `--overwrite`."
+            f"The loss became {loss} in epoch {epoch}, and a resumed run would repeat this. Start a new run "
+            "with a smaller `--learning-rate`, either in another directory (`--out`) or with `--overwrite`."
         )
 
     def create(self, settings: TrainSettings, stored: Mapping[str, dict[str, Any]]) -> None:
@@ -233,7 +233,7 @@ class RunFolder:
         """Raise `BadInput` if another experiment or another version wrote the run."""
         run = self.record()
         if run.experiment != self.experiment:
-            raise BadInput(f"`{self.path}` is a run of `{run.experiment}`, not of `{self.experiment}`.")
+            raise BadInput(f"`{self.path}` is a run of the task `{run.experiment}`, not `{self.experiment}`.")
         version = run.versions.get("torchlml")
         if version is None:
             raise BadInput(f"`{self.path / 'run.json'}` is damaged: the version of torchlml is missing.")
@@ -294,7 +294,7 @@ class RunFolder:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of `metrics.jsonl`, without an incomplete last line of a killed run."""
+        """Return the lines of `metrics.jsonl`, without an incomplete last line left by a killed run."""
         path = self.path / "metrics.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = []
@@ -334,7 +334,7 @@ def _metrics_of(line: str, where: str) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Return the git commit of this package, with `+` if files changed, or None outside a checkout."""
+    """Return the git commit of this package, with `+` if files have changed, or None outside a checkout."""
     here = Path(torchlml.__file__).parent
 
     def git(*words: str) -> str:
@@ -360,7 +360,7 @@ class BestEpoch(NamedTuple):
     def load(self, model: nn.Module) -> None:
         """Load the weights into a network and set it to evaluation mode.
 
-        A file of another model, or with weights that are NaN or infinite, raises `BadInput`.
+        A file for another model, or with weights that are NaN or infinite, raises `BadInput`.
         """
         try:
             load_model(model, str(self.weights))
@@ -374,7 +374,7 @@ class BestEpoch(NamedTuple):
 
 
 def find_best_epoch(experiment: str, run: Path) -> BestEpoch:
-    """Find the best epoch of a run so far. Raises `BadInput` if there is no run or no complete epoch."""
+    """Find the best epoch of a run so far; raise `BadInput` if there is no run or no complete epoch."""
     folder = RunFolder(run, experiment)
     folder.check()
     state = folder.state()
@@ -391,7 +391,7 @@ def read_moved(
     Args:
         kind: The settings class of the task.
         run: The run directory.
-        moved: New paths by the name of the setting. None means that the data have not moved. A path may be
+        moved: New paths by setting name. None means that the data have not moved. A path may be
             a pattern.
 
     Returns:

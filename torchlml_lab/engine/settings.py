@@ -1,4 +1,4 @@
-"""The settings of training runs, sweeps and timings, and parsing them from options or from a run."""
+"""Settings for training runs, sweeps and timings, parsed from options or read from a run."""
 
 import dataclasses
 import inspect
@@ -37,7 +37,7 @@ def use_threads(threads: int) -> Iterator[None]:
             ...
 
     Args:
-        threads: At least 1.
+        threads: The number of threads, at least 1.
     """
     import torch  # imported here, so that options are parsed without it
 
@@ -51,7 +51,7 @@ def use_threads(threads: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The settings that all tasks share. The settings of a task extend them and override some defaults."""
+    """The settings that all tasks share. Each task extends them and overrides some defaults."""
 
     out: Path = Path("runs/run")
     """The run directory for settings, metrics and checkpoints. It must not contain another run."""
@@ -60,24 +60,24 @@ class TrainSettings:
     overwrite: bool = False
     """Delete the run in `--out` and start a new one there."""
     seed: int = 0
-    """Seed of the initial weights, the order of the data and all other random choices."""
+    """The seed for the initial weights, the order of the data and all other random choices."""
     epochs: int = 10
-    """Number of passes over the training data, at least 1."""
+    """The number of passes over the training data, at least 1."""
     batch_size: int = 64
-    """Samples per step, summed over all processes; must be a multiple of the number of processes."""
+    """The number of samples per step over all processes; must be a multiple of the number of processes."""
     learning_rate: float = 0.1
-    """Learning rate at the start of training."""
+    """The learning rate at the start of training."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Use half precision for suitable operations, with float32 weights; fp16 is intended for GPUs."""
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
     threads: int | None = None
-    """Number of CPU threads, at most the number of cores; by default the number that suits the task."""
+    """The number of CPU threads, at most the number of cores; the default depends on the task."""
     tensorboard: bool = False
-    """Also write the metrics for TensorBoard to the run directory; requires the package `tensorboard`."""
+    """Also write the metrics to the run directory for TensorBoard; requires the package `tensorboard`."""
 
 
-# Options of the invocation, not settings of the run.
+# Options that apply to a single command and are not stored with the run.
 _CALL = {"resume", "overwrite"}
 # Options that may change when a run is resumed, because they affect its results at most by rounding.
 FREE = _CALL | {"out", "tensorboard", "threads"}
@@ -95,7 +95,7 @@ def read_settings(
     Args:
         kind: The settings class of the task.
         command: The name of the command, for help and error messages.
-        arguments: The words after the command.
+        arguments: The arguments after the command.
         default: The settings for options that are not given.
 
     Returns:
@@ -142,7 +142,7 @@ def from_json(kind: type[Settings], path: Path) -> Settings:
 
 
 def _check_unchanged(folder: Path, name: str, now: object, then: object) -> None:
-    """Raise `BadInput` for an option that would change the run. The paths of data may change."""
+    """Raise `BadInput` for an option that would change the run. Data paths may change."""
     option = "--" + name.replace("_", "-")
     where = f"but the run `{folder}` was started with"
     if name in FREE or now == then or (_is_path(now) and _is_path(then)):
@@ -187,9 +187,9 @@ def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], 
     """Parse the options of a subcommand into its settings.
 
     Args:
-        kind: A dataclass whose docstrings are the help texts.
+        kind: A dataclass. The docstrings of its fields are the help texts.
         command: The name of the subcommand.
-        arguments: The words after the subcommand.
+        arguments: The arguments after the subcommand.
         default: The settings for options that are not given.
 
     Returns:
@@ -236,10 +236,10 @@ def _reporting(report: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _own_help(grouped: bool) -> Iterator[None]:
-    """Change the help of tyro: no empty defaults, required options in the usage, and options in groups.
+    """Change tyro's help: omit empty defaults, show required options in the usage, and group the options.
 
     "(default: None)" and "(default: False)" are omitted, because the help texts explain the default. The
-    patched functions are not part of tyro's stable API. A version without them shows its own help.
+    patched functions are not part of tyro's stable API. If a version lacks them, its help is not changed.
     """
     from tyro import _arguments
 
@@ -267,7 +267,7 @@ def _own_help(grouped: bool) -> Iterator[None]:
             for one in args
             if one.arg.lowered.required and not one.arg.is_positional()
         ]
-        # The usage of commands with many options is only "[OPTIONS]".
+        # For a command with many options, the usage shows only "[OPTIONS]".
         return [first.replace("[OPTIONS]", " ".join((*needed, "[OPTIONS]"))), *lines]
 
     _arguments.generate_argument_helptext, formatting.format_help = own_helptext, own_format_help
@@ -298,7 +298,7 @@ _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.sp
 
 
 def _in_group(one: Any) -> Any:
-    """Return an option with a parser whose prefix is its group, because tyro prints that as a title."""
+    """Return an option with a parser whose prefix is its group, because tyro prints the prefix as a title."""
     group = _GROUP_OF.get(one.arg.field.intern_name)
     prefix = one.source_parser.extern_prefix
     titles = [title for title in (prefix and f"--{prefix}", group) if title]
@@ -314,20 +314,20 @@ def _place(title: str) -> tuple[bool, int]:
 
 @dataclass(frozen=True)
 class GridSettings:
-    """The settings that all sweeps share. The sweep of an experiment extends them."""
+    """The settings that all sweeps share. The sweep for each task extends them."""
 
     out: Path = Path("runs/sweep")
-    """Directory of the sweep, with one subdirectory per run. Repeat the command to resume a sweep."""
+    """The sweep directory, with one subdirectory per run. To resume a sweep, repeat the command."""
     csv: Path | None = None
-    """CSV file of the finished runs; by default `results.csv` in `--out`."""
+    """The CSV file for the results of finished runs; by default `results.csv` in `--out`."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds for each combination of the other settings."""
+    """The seeds to run for each combination of the other settings."""
     learning_rates: tuple[float, ...] = ()
-    """Learning rates to try; by default only `--run.learning-rate`."""
+    """The learning rates to try; by default only `--run.learning-rate`."""
     tuned: Path | None = None
-    """CSV of an earlier sweep on the same data; its validation scores select the settings of each method."""
+    """The CSV of an earlier sweep on the same data, whose validation scores select each method's settings."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    """Number of parallel runs, at least 1, with one thread each."""
+    """The number of parallel runs, at least 1, with one thread each."""
 
 
 @dataclass(frozen=True)
@@ -335,8 +335,8 @@ class StepTimeSettings:
     """The settings for timing training steps. A task extends them with the location of its data."""
 
     batch_size: int | None = None
-    """Samples per step, at most 1024; by default the batch size of training."""
+    """The number of samples per step, at most 1024; by default the training batch size."""
     steps: int = 30
-    """Number of batches to time with each loss, at least 1."""
+    """The number of batches to time with each loss, at least 1."""
     threads: int = 1
-    """Number of torch threads, at most the number of cores."""
+    """The number of PyTorch threads, at most the number of cores."""

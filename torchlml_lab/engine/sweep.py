@@ -1,4 +1,4 @@
-"""Sweeps: a grid of training runs on all cores, one thread each, that can be interrupted and resumed."""
+"""Sweeps: grids of training runs on all cores, with one thread per run, that can be resumed."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ def read_tuned(
     if any(getattr(settings, name) for name in chooses):
         *others, last = (name.replace("_", " ") for name in chooses)
         said = f"{', '.join(others)} and {last}" if others else f"the {last}"
-        raise BadInput(f"`--tuned` already chooses {said}, which cannot also be given.")
+        raise BadInput(f"`--tuned` determines {said}, so they cannot also be given.")
     return table.read(settings.tuned, "--tuned")
 
 
@@ -85,7 +85,7 @@ def check_grid(
             raise BadInput(f"`--{name}` needs at least one value.")
     for name in chosen:
         if getattr(run, name) != getattr(type(run)(), name):
-            raise BadInput(f"`--run.{name}` cannot be given, because the sweep chooses it for each run.")
+            raise BadInput(f"`--run.{name}` cannot be given, because the sweep sets it for each run.")
     if settings.workers < 1:
         raise BadInput(f"`--workers` must be at least 1, but it is {settings.workers}.")
     check_folder("--out", settings.out)
@@ -103,7 +103,7 @@ def checked_runs(runs: Iterable[Settings], check: Callable[[Settings], None]) ->
 
 
 def run_grid(grid: Grid[Any, Any], settings: GridSettings, console: Console) -> None:
-    """Run the unfinished runs, keep the CSV up to date, print the table, and raise if any run failed."""
+    """Execute the unfinished runs, keep the CSV up to date, print the table, and raise if any run failed."""
     settings.out.mkdir(parents=True, exist_ok=True)
     path = settings.csv or settings.out / "results.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def run_grid(grid: Grid[Any, Any], settings: GridSettings, console: Console) -> 
     if failed:
         name, said = next(iter(failed.items()))
         raise RuntimeError(
-            f"{len(failed)} of {len(grid.runs)} runs failed. The first failure is `{name}`: {said}"
+            f"{len(failed)} of {len(grid.runs)} runs failed. The first run to fail was `{name}`: {said}"
         )
 
 
@@ -139,8 +139,8 @@ def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
     if different:
         name = different[0]
         raise BadInput(
-            f"`{settings.out}` contains a run with `{name}` {found.get(name)} instead of {expected[name]}. "
-            "Choose another `--out`."
+            f"`{settings.out}` contains a run in which `{name}` is {found.get(name)} instead of "
+            f"{expected[name]}. Choose another `--out`."
         )
     folder = RunFolder(settings.out, experiment)
     return folder.result() if (settings.out / "result.json").exists() else None
@@ -156,7 +156,7 @@ def resuming(settings: Settings) -> Settings:
 def _run_all(
     grid: Grid[Any, Any], done: dict[Path, dict[str, Any]], path: Path, workers: int, console: Console
 ) -> dict[str, str]:
-    """Run the unfinished runs, add them to `done` and to the CSV, and return the failures with reasons."""
+    """Execute the unfinished runs, add them to `done` and the CSV, and return the reason for each failure."""
     failed: dict[str, str] = {}
     pool = ProcessPoolExecutor(workers, _fresh_processes(grid), _prepare_worker)
     with ProgressBar(console) as progress:
@@ -174,7 +174,7 @@ def _run_all(
                     grid.write(path, grid.finished_rows(done))
                 progress.advance(bar)
         except KeyboardInterrupt:
-            # Runs can be resumed after being killed, so the workers are terminated without notice.
+            # Runs can be resumed after being killed, so the workers are terminated immediately.
             for worker in active_children():
                 worker.terminate()
             said = f"{len(done)} of {len(grid.runs)} runs are finished. Repeat the command to resume."
@@ -185,7 +185,7 @@ def _run_all(
 
 
 def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
-    """Return a context for fresh processes, because a fork would copy torch's threads in an unknown state."""
+    """Return a context for fresh processes, because a fork would copy locks that torch's threads may hold."""
     if sys.platform != "linux":
         return get_context("spawn")
     # Workers are forked from a server without threads that has already imported the task, to save seconds.
@@ -195,7 +195,7 @@ def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
 
 
 def _prepare_worker() -> None:
-    # Every run ends with a garbage collection, which would visit all modules and copy their memory.
+    # Every run ends with a garbage collection, which would visit all modules and copy their shared memory.
     gc.freeze()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts

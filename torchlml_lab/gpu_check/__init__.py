@@ -7,11 +7,11 @@ from torchlml_lab.cli_errors import BadInput, answer_help
 
 USAGE = """usage: torchlml gpu-check [FILE]
 
-Compares projections of many kinds of rows on the GPU with float64 on the CPU,
-captures a projection in a CUDA graph, times lml, log_lml and LMLLoss against
-softmax, log_softmax and cross_entropy, and measures the peak memory. Prints a
-verdict and writes all results to FILE, which you can attach to an issue. Exits
-with code 1 if a check fails.
+Compare projections of many kinds of rows on the GPU with float64 projections
+on the CPU, capture a projection in a CUDA graph, time lml, log_lml and LMLLoss
+against softmax, log_softmax and cross_entropy, and measure the peak memory.
+Print a verdict and write all results to FILE, which you can attach to an issue.
+The exit code is 1 if a check fails.
 
 arguments:
   FILE        JSON file to write (default: torchlml-gpu-check.json)
@@ -22,5 +22,5 @@ def read_arguments(arguments: Sequence[str]) -> Path:
     """Return the file to write. Options, or more than one argument, raise `BadInput`."""
     answer_help(arguments, USAGE)
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise BadInput(f"`torchlml gpu-check` takes one file name, but got `{' '.join(arguments)}`.")
+        raise BadInput(f"`torchlml gpu-check` takes only a file name, but got `{' '.join(arguments)}`.")
     return Path(arguments[0] if arguments else "torchlml-gpu-check.json")

@@ -1,4 +1,4 @@
-"""`torchlml gpu-check`: compare the GPU kernels with float64 on the CPU, and time them."""
+"""`torchlml gpu-check`: compare the GPU kernels with float64 results on the CPU, and time the kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import check_file, replacing
 
 _COMPARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The tolerance for y by dtype: the rounding error of entries in (0, 1); for float32, the guaranteed accuracy.
+# The tolerance for y: for float32, the guaranteed accuracy; for other dtypes, the rounding error in (0, 1).
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -75,7 +75,7 @@ def cases() -> Iterator[Case]:
     yield Case("one hundred thousand ties", torch.zeros(2, 100_000, dtype=torch.float64), 1)
     almost = torch.full((1, 100_002), 17.3, dtype=torch.float64)
     almost[0, 0], almost[0, 1] = 0.0, 0.5
-    yield Case("one hundred thousand almost one", almost, 100_000)
+    yield Case("one hundred thousand entries near one", almost, 100_000)
     yield Case(
         "one k per row", 3 * normal(4, 300), torch.tensor([1.0, 2.5, 150.0, 299.0], dtype=torch.float64)
     )
@@ -102,7 +102,7 @@ def checks(device: str) -> Iterator[Check]:
 
 
 def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
-    """Return the largest error of a case divided by its tolerance; a value of at most 1 passes."""
+    """Return the largest ratio of error to tolerance in a case. The check passes if it is at most 1."""
     x = case.x.to(dtype)
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wide = _results(case, x.double(), g.double())
@@ -180,7 +180,7 @@ def losses() -> Iterator[LossCase]:
 
 
 def _compare_loss(case: LossCase, device: str) -> Check:
-    """Compare the LML loss and its gradient with float64; the check has the larger relative error."""
+    """Compare the LML loss and its gradient with float64, and return the larger relative error."""
 
     def both(where: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         logits = case.x.to(where, dtype).requires_grad_()
@@ -199,12 +199,12 @@ Function = Callable[[Tensor], Tensor]
 SHAPES = ((256, 100), (4096, 100), (256, 1000), (4096, 1000), (1024, 8192), (256, 50_000), (4, 1_000_000))
 _DTYPES = (torch.float32, torch.bfloat16)
 _ROUNDS = 50
-# With a gradient, lml stores x, y and two values per row, and softmax stores y. Twice the input suffices.
+# With gradients, lml stores x, y and two values per row, and softmax stores y. Twice the size of x suffices.
 _MEMORY_ALLOWED = 2.0
 
 
 class GpuTiming(NamedTuple):
-    """Median microseconds of a call and of its PyTorch baseline, and the peak memory relative to x."""
+    """The median times of a call and its PyTorch baseline, and the call's peak memory relative to x."""
 
     name: str
     beside: str
@@ -221,12 +221,12 @@ class GpuTiming(NamedTuple):
 
     @property
     def memory_passed(self) -> bool:
-        # Below a megabyte, the block sizes of the allocator dominate.
+        # Below a megabyte, the allocator's block sizes dominate.
         return self.memory <= _MEMORY_ALLOWED or self.shape[0] * self.shape[1] < 250_000
 
 
 def gpu_timings() -> Iterator[GpuTiming]:
-    """Time each function and its PyTorch baseline at each shape, forward alone and with gradients."""
+    """Time each function and its PyTorch baseline at each shape, for the forward pass and with gradients."""
     for dtype in _DTYPES:
         for rows, n in SHAPES:
             x = torch.randn(rows, n, device="cuda", dtype=dtype).mul_(3)
@@ -267,7 +267,7 @@ def _call(function: Function, x: Tensor, mode: str) -> Callable[[], object]:
 
 
 def _race(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """Return the median microseconds of two calls. They alternate, so that clock changes affect both."""
+    """Return the median microseconds of two calls, which alternate so that clock changes affect both."""
     for _ in range(5):
         first()
         second()
@@ -293,14 +293,14 @@ def _peak(call: Callable[[], object]) -> float:
 
 
 def main(path: Path) -> None:
-    """Run all checks, print the verdicts, and write the file."""
+    """Run all checks, print the verdicts, and write the results to `path`."""
     if not torch.cuda.is_available():
-        raise BadInput("`torchlml gpu-check` needs a GPU, but torch detects none.")
+        raise BadInput("`torchlml gpu-check` needs a GPU, but PyTorch does not detect one.")
     self_test.skip()  # test the kernels themselves, not the fallback
     check_file("FILE", path)
     for line in info.report()["gpu kernel"] + info.report()["devices"]:
         sys.stdout.write(f"{line}\n")
-    _say("Comparing with float64 on the CPU (the first call of each kernel compiles it).")
+    _say("Comparing with float64 on the CPU (the first call to each kernel compiles it).")
     accuracy = [*checks("cuda"), _graph()]
     sys.stdout.write(accuracy_table(accuracy))
     _say("Timing against softmax, log_softmax and cross_entropy.")
@@ -311,7 +311,7 @@ def main(path: Path) -> None:
     sys.stdout.write(f"\nWrote {path}.\n")
     failed = sum(not check.passed for check in accuracy) + sum(not timing.memory_passed for timing in timings)
     if failed:
-        raise RuntimeError(f"{failed} checks failed; please attach {path} to an issue.")
+        raise RuntimeError(f"Number of failed checks: {failed}. Please attach {path} to an issue.")
 
 
 def _say(line: str) -> None:
@@ -354,7 +354,7 @@ def as_json(accuracy: Sequence[Check], timings: Sequence[GpuTiming]) -> dict[str
 
 
 def _graph() -> Check:
-    """Check that a projection replayed in a CUDA graph with another input matches a regular call."""
+    """Check that a projection replayed in a CUDA graph with a new input matches a regular call."""
     x = torch.randn(64, 1000, device="cuda")
     torchlml.lml(x, 5)  # compiles the kernel, which is not allowed during capture
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Rules that turn probabilities into sets of labels, their fitted parameters, and the metrics of sets."""
+"""Rules that turn probabilities into sets of labels, their fitted parameters, and metrics for sets."""
 
 import math
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from torchlml_lab.files import read_json, record
 from torchlml_lab.multilabel.settings import RULES, RuleName
 
 FEATURES = 8  # top probabilities that predict the number of labels
-STRENGTH = 10.0  # penalty of the ridge regression, as a number of samples
+STRENGTH = 10.0  # penalty of the ridge regression, expressed as a number of samples
 ODDS = (-9.0, 6.0, 301)  # the first, the last and the number of log-odds of the thresholds to choose from
-SMOOTHNESS = 0.5  # the standard deviation of the log-odds of close thresholds
+SMOOTHNESS = 0.5  # the standard deviation of the smoothing kernel, in log-odds
 _LARGEST = 1e9  # largest valid weight of the regression; log-odds are at most 14
 WORDS: Mapping[RuleName, str] = {
     "top-k": "the {k} most probable labels",
     "half": "labels with p > 0.5",
     "threshold": "labels with p > {threshold:.3f}{always}",
-    "count": "the most probable labels, as many as predicted for the sample",
+    "count": "the most probable labels, in the number predicted for the sample",
 }
 
 
@@ -34,12 +34,12 @@ class Decisions:
     """The rule of a run and the parameters of all rules, fitted on validation samples."""
 
     rule: RuleName = "top-k"
-    """The rule with the highest mean of micro-F1 and exact sets."""
+    """The rule with the highest sum of micro-F1 and the share of exact sets."""
     threshold: float = 0.5
-    """The threshold with the highest sum of micro-F1 and exact sets, smoothed over close thresholds."""
+    """The threshold that maximizes micro-F1 plus the share of exact sets, smoothed over close thresholds."""
     weights: list[float] = field(default_factory=list)
-    """The regression of the number of labels: the constant, then a weight for each top log-odds. If it is
-    empty, the number is k."""
+    """The regression for the number of labels: the constant, then a weight for each top log-odds. If the list
+    is empty, the number is k."""
     most: int = 1
     """The largest number of labels of a validation sample. The rule `count` does not choose more."""
     least: int = 1
@@ -77,8 +77,8 @@ class Decisions:
         return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, chosen)
 
     def in_words(self, rule: RuleName, k: int) -> str:
-        """Describe a rule."""
-        always = ", and always the best one" if self.least else ""
+        """Describe a rule in words."""
+        always = ", and always the best label" if self.least else ""
         return WORDS[rule].format(k=k, threshold=self.threshold, always=always)
 
 
@@ -109,9 +109,10 @@ def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int, empty: 
 
 
 def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor, least: int = 1) -> float:
-    """Return the threshold with the highest sum of micro-F1 and exact sets, smoothed over close thresholds.
+    """Return the threshold that maximizes the smoothed sum of micro-F1 and the share of exact sets.
 
-    If `least` is 1, the best label is always chosen. Smoothing reduces the noise of few samples.
+    If `least` is 1, the best label is always chosen. Smoothing over close thresholds reduces the noise
+    if there are few samples.
     """
     odds = torch.linspace(*ODDS, dtype=torch.float64)
     weights = (-((odds[:, None] - odds) / SMOOTHNESS).square() / 2).exp()
@@ -134,7 +135,7 @@ def _by_threshold(
     chosen = always.sum() + above(probabilities[~always])
     hits = (observed & always).sum() + above(probabilities[~always & observed])
     f1 = 2 * hits.double() / (chosen + observed.sum()).clamp(min=1)
-    # A set is exact for thresholds from its highest false label up to its lowest true one.
+    # A set is exact if the threshold separates the probabilities of its false labels and its true labels.
     lowest = probabilities.masked_fill(always | ~observed, math.inf).amin(-1)
     highest = probabilities.masked_fill(always | observed, 0.0).amax(-1)
     possible = ~(always & ~observed).any(-1) & (highest < lowest)

@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float32]
 PENALTIES = (16.0, 6.0, 2.0, 0.7, 0.25, 0.08, 0.025)
 """The penalties to choose from, the strongest first, relative to the mean squared norm of the inputs."""
 GAINS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
-"""The factors to choose from by which the scores differ from the label frequencies.
+"""The factors to choose from, which scale the deviations of the scores from the label frequencies.
 
 A penalty that suits the directions of the weights shrinks their lengths too much, so that frequent labels are
 ranked too high.
@@ -36,7 +36,7 @@ WORSE = 0.005  # a difference in nDCG@5 that is not noise if there are many samp
 SPREAD = 0.2  # the standard deviation of the difference in nDCG@5 of two similar models on one sample
 TOLERANCE, MOST_STEPS = 0.05, 40
 RANK = 256  # eigenvectors of the preconditioner
-MOST_CACHED, FEWEST_COLUMNS = 2**22, 16  # entries of an intermediate result (16 MB), columns
+MOST_CACHED, FEWEST_COLUMNS = 2**22, 16  # entries in an intermediate result (16 MB), and columns
 SCALE_PENALTY = 0.001  # keeps the scale finite if the validation samples are separable
 SHARES, CLOSE = (0.0, 0.25, 0.5, 0.75, 1.0), 0.002
 MOST_SCORES, MOST_WEIGHTS = 2**24, 2**27  # 64 MB per matrix of scores, 512 MB of weights
@@ -87,7 +87,10 @@ class Start(NamedTuple):
 
 
 def noise(samples: int) -> float:
-    """Return a difference in nDCG@5 on this many samples that is not noise, about one standard error."""
+    """Return the smallest difference in nDCG@5 on this many samples that does not count as noise.
+
+    It is about one standard error.
+    """
     return max(WORSE, SPREAD / math.sqrt(samples))
 
 
@@ -143,7 +146,7 @@ def _part(weight: Array, mean: Array, start: LinearPart | None) -> LinearPart:
 
 
 def _image(x: Matrix, transposed: Matrix, a: Array) -> Array:
-    """Return `x xᵀ a`, by groups of columns whose intermediate result fits in the cache."""
+    """Return `x xᵀ a`, computed in groups of columns whose intermediate result fits in the cache."""
     width = max(FEWEST_COLUMNS, MOST_CACHED // x.shape[1])
     found = np.empty_like(a)
     for start in range(0, a.shape[1], width):
@@ -155,8 +158,8 @@ def _image(x: Matrix, transposed: Matrix, a: Array) -> Array:
 class _Preconditioner:
     """An approximation of the inverse of `x xᵀ + penalty I` by the leading eigenvectors of `x xᵀ`.
 
-    Common words have eigenvalues far above the penalty, which would take conjugate gradients many steps. The
-    eigenvectors are those of a randomized Nyström approximation (Frangella, Tropp, Udell 2023).
+    Common words cause eigenvalues far above the penalty, with which conjugate gradients would need many
+    steps. The eigenvectors are those of a randomized Nyström approximation (Frangella, Tropp, Udell 2023).
     """
 
     def __init__(self, x: Matrix, transposed: Matrix) -> None:
@@ -240,9 +243,9 @@ def choose(
 
     Returns:
         The choice. If there are few validation samples, it is made by cross-validation over all samples. Fits
-        from a start are compared with its part for all samples. If these are the samples of the earlier run,
-        its parts are kept: they have the best penalty for these samples, and a fit of their residuals would
-        only weaken it.
+        that start from an earlier run are compared with its part for all samples. If the samples are those of
+        the earlier run, its parts are kept, because they already have the best penalty, which a fit of their
+        residuals would only weaken.
     """
     if start is not None and start.same_samples:
         return Choice(math.inf, 1.0, start.held_out)
@@ -263,17 +266,17 @@ def choose(
     if start is not None and start.complete:
         best = float(mean_quality([start.final] * len(splits), (1.0,))[0])
         best += noise(sum(split.held_out.shape[0] for split in splits))
-    # The weights of a start already have a gain.
+    # The weights of an earlier run already include a gain.
     gains = GAINS if start is None else (1.0,)
     first = None if start is None else start.final
     paths = [ridge_path(split.inputs, split.labels, PENALTIES, first) for split in splits]
     highest = -1.0
     for one in PENALTIES:
-        # Several parts are computed one after the other, because they are large.
+        # Several parts are computed one at a time, because they are large.
         parts = [next(paths[0])] if len(paths) == 1 else map(next, paths)
         quality = mean_quality(parts, gains)
         if quality.max() < highest - WORSE:
-            break  # weaker penalties only get worse
+            break  # weaker penalties are even worse
         highest = max(highest, quality.max())
         if quality.max() > best:
             best, penalty, gain = float(quality.max()), one, gains[int(quality.argmax())]
@@ -287,7 +290,7 @@ def choose(
 
 
 class _Split:
-    """Samples to fit a part on, and others to evaluate it on."""
+    """Samples to fit a part on, and other samples to evaluate it on."""
 
     def __init__(self, inputs: Matrix, labels: Matrix, held_out: Matrix, its_labels: Matrix) -> None:
         self.inputs, self.labels, self.held_out, self.its_labels = inputs, labels, held_out, its_labels
@@ -349,7 +352,10 @@ def fit_mixture(loss: LabelLoss, scores: Array, logits: Tensor, labels: Matrix) 
 
 
 def fit_scale(loss: LabelLoss, logits: Tensor, lists: Tensor) -> tuple[float, float]:
-    """Minimize the loss of `scale * logits + shift`; the shift is 0 for losses that it does not change."""
+    """Return the scale and shift that minimize the loss of `scale * logits + shift`.
+
+    The shift is 0 for losses that do not depend on it.
+    """
     # The scale is a square, so it cannot be negative. It starts at 1 / std, which is about 10 for scores that
     # estimate probabilities.
     root = torch.tensor(1 / float(logits.std().clamp(min=1e-9)), dtype=torch.float64).sqrt().requires_grad_()

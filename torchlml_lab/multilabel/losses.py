@@ -1,4 +1,4 @@
-"""Losses for samples with several labels, by name: for multi-label classification and recommendation."""
+"""Named losses for samples with several labels, in multi-label classification and recommendation."""
 
 import re
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.multilabel.settings import WITH_K, AnyLossName, PerRow
 
 PADDING = -100
-"""The padding of label lists in a batch."""
+"""The value that pads label lists in a batch."""
 WIDTH = 2.0
-"""The width of the sigmoid of `topk-softmax`, in units of the logits."""
+"""The width of the sigmoid in `topk-softmax`, in units of the logits."""
 ROWS = 128
-"""The rows of a batch whose logits exist at a time."""
+"""The number of rows whose logits are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LabelLoss:
         k: The number of labels that are predicted, for `lml`, `truncated-entropy` and `topk-softmax`. For
             `lml` it may also be `labels`: the number of labels of each row. It must be None for `softmax` and
             `bce`.
-        empty: Whether `bce` also counts rows without labels, as rows that all labels are absent from.
+        empty: Whether `bce` also counts rows without labels, as rows in which all labels are absent.
     """
 
     name: AnyLossName
@@ -43,7 +43,7 @@ class LabelLoss:
 
     def __post_init__(self) -> None:
         if (self.k is not None) != (self.name in WITH_K):
-            needs = "requires `k`" if self.k is None else f"does not take `k`, but it is {self.k}"
+            needs = "requires `k`" if self.k is None else f"does not take `k`, but `k` is {self.k}"
             raise BadInput(f"The loss `{self.name}` {needs}.")
         if self.k == "labels" and self.name != "lml":
             raise BadInput(f"`k` must be an integer for the loss `{self.name}`, but it is `labels`.")
@@ -106,7 +106,7 @@ class LabelLoss:
         return found
 
     def _k_of(self, labels: Tensor) -> float | Tensor:
-        """Return one k, or one per row. Rows without labels are ignored, so their k is arbitrary."""
+        """Return one k, or one k per row. Rows without labels are ignored, so their k is arbitrary."""
         if self.k == "labels":
             return (labels != PADDING).sum(-1).clamp(min=1)
         assert self.k is not None
@@ -147,7 +147,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def topk_softmax(logits: Tensor, labels: Tensor, k: int, width: float = WIDTH) -> Tensor:
-    """Softmax loss in which each label is weighted by how close its score is to the top k.
+    """Compute a softmax loss in which each label is weighted by how close its score is to the top k.
 
         >>> labels = torch.tensor([[0, 3]])
         >>> round(topk_softmax(torch.zeros(1, 4), labels, k=2).item(), 4)  # the mean weight of both is 1/2
@@ -160,8 +160,8 @@ def topk_softmax(logits: Tensor, labels: Tensor, k: int, width: float = WIDTH) -
         width: The width of the sigmoid.
 
     Returns:
-        The mean over the rows with labels of `-sum_i w_i log softmax(x)_i`, where i are the labels of a row,
-        `w_i = sigmoid((x_i - threshold) / width)`, and the threshold separates the top k:
+        The mean over the rows with labels of `-sum_i w_i log softmax(x)_i`, where i runs over the labels of a
+        row, `w_i = sigmoid((x_i - threshold) / width)`, and the threshold separates the top k:
         `sum_j sigmoid(x_j - threshold) = k` over all entries j, so it is `-lml_dual(x, k)`. The weights are
         constants in the gradient: otherwise lowering the score of a label would reduce the loss.
     """
@@ -175,7 +175,7 @@ def topk_softmax(logits: Tensor, labels: Tensor, k: int, width: float = WIDTH) -
 
 
 def loss_with_usual_k(name: AnyLossName, k: int | PerRow | None) -> LabelLoss:
-    """Return the loss. The default k is each sample's number of labels for `lml`, and otherwise 1 or 20."""
+    """Return the loss. k defaults to `labels` for lml, 1 for truncated-entropy and 20 for topk-softmax."""
     usual: dict[str, int | PerRow] = {"lml": "labels", "truncated-entropy": 1, "topk-softmax": 20}
     return LabelLoss(name, usual.get(name) if k is None else k)
 
@@ -200,7 +200,7 @@ def named(text: str, option: str = "--losses") -> LabelLoss:
 
 
 def padded(rows: list[Tensor]) -> Tensor:
-    """Pad label lists to one tensor, int64 (R, L)."""
+    """Combine label lists into one padded tensor, int64 (R, L)."""
     if not rows:
         return torch.empty(0, 0, dtype=torch.int64)
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING).long()

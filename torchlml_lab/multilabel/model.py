@@ -40,7 +40,7 @@ class SparseLinear(nn.Module):
     """
 
     row_sparse = False
-    """Whether the gradient of the weight is sparse, for `RowAdam`: it has only the rows of the batch."""
+    """Whether the weight has a sparse gradient, with only the rows used in the batch, for `RowAdam`."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class LinearLogits(nn.Module):
         self.register_buffer("bias", torch.from_numpy(part.bias), persistent=False)
 
     def part(self, labels: int) -> LinearPart:
-        """Return the linear part for a number of labels. Labels that it lacks get scores of 0."""
+        """Return the linear part, extended to this number of labels. Added labels have scores of 0."""
         more = labels - len(self.bias)
         return LinearPart(pad(self.weight, (0, more)).numpy(), pad(self.bias, (0, more)).numpy())
 
@@ -169,7 +169,7 @@ class LabelNetwork(nn.Module):
     def forward(
         self, rows: Inputs | Tensor, labels: Tensor | None = None, loss: LabelLoss | None = None
     ) -> Tensor:
-        """Return the logits (R, labels), or the mean loss of the network alone for given labels and loss.
+        """Return the logits (R, labels) or, given labels and a loss, the mean loss without the linear part.
 
         The loss is computed here because `lml` fuses it with the last layer, so that the full logit matrix is
         never materialized. The linear part is added to the logits only: a network trained on the residual of
@@ -189,7 +189,7 @@ class LabelNetwork(nn.Module):
 
 
 def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Tensor:
-    """Renumber the columns by `place`, and drop those whose place is -1. `count` columns remain."""
+    """Renumber the columns by `place`, and drop those with a `place` of -1. `count` columns remain."""
     if isinstance(rows, Tensor):
         return rows.index_select(1, place.argsort()[-count:])
     columns = place[rows.columns]
@@ -201,7 +201,7 @@ def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Te
 def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
     """Copy the weights of a network with the same inputs, whose labels are the first labels of `network`.
 
-    If both networks use only a part of the inputs, `network` uses the inputs of `earlier` afterwards.
+    If both networks use only some of the inputs, `network` uses those of `earlier` afterward.
     Otherwise the weights of the inputs that both use are copied.
     """
     if network.place is not None and earlier.place is not None:
@@ -218,7 +218,7 @@ def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
 
 TEMPERATURE = "calibration.json"
 LINEAR = "linear.safetensors"
-ROWS, LOGITS = 512, 2**24  # samples and logits per forward pass
+ROWS, LOGITS = 512, 2**24  # the maximum numbers of samples and logits per forward pass
 MEASURED = 2**22  # scores that metrics process at once
 MOST_DENSE = 2**24  # a first layer with more weights has a sparse gradient
 MOST_INPUTS = 10_000  # the most frequent inputs suffice for a network combined with a linear part
@@ -234,7 +234,7 @@ class TrainedLabels(NamedTuple):
     temperature: float
     """Logits are divided by the temperature before they become probabilities."""
     held_out: LinearLogits | None = None
-    """The linear part fitted without the validation samples, if that of the network was fitted on all."""
+    """The linear part fitted without the validation samples, if `network` has one fitted on all samples."""
     decisions: Decisions = Decisions()
     """The rules that choose sets of labels."""
 
@@ -292,7 +292,7 @@ def store_linear(run: Path, final: LinearPart, held_out: LinearPart, mixture: Mi
 
 
 def stored_linear(run: Path, prepared: Preparation) -> tuple[LinearLogits, LinearLogits] | tuple[None, None]:
-    """Load the linear parts of a run, if it has them already. A damaged file raises `BadInput`."""
+    """Load the linear parts of a run, if they have been stored. A damaged file raises `BadInput`."""
     path = run / LINEAR
     if not path.exists():
         return None, None
@@ -352,7 +352,7 @@ def _temperature(run: Path) -> float:
 
 
 def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
-    """Return a sentence that says how the k of the predictions was chosen.
+    """Return one or two sentences about how the k of the predictions was chosen.
 
     Args:
         given: The setting `--k`.
@@ -376,7 +376,7 @@ def read_rows(
     Args:
         trained: The run.
         data: The value of `--data`: files in the format that the run was trained on.
-        labels: Their labels, if they are .npz files.
+        labels: The label files, if `data` are .npz files.
         labeled: Whether labels are required.
 
     Returns:
@@ -486,7 +486,7 @@ def measure(
 
 
 def popularity(preparation: Preparation, rows: Iterable[Tensor], labels: int) -> dict[str, float]:
-    """Return the metrics of always predicting the most frequent training labels.
+    """Return the metrics for always predicting the most frequent training labels.
 
     Args:
         preparation: The preparation of the run.

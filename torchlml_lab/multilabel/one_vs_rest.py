@@ -1,9 +1,9 @@
-"""The baseline of the multi-label study: one-vs-rest logistic regression with scikit-learn.
+"""The baseline for the multi-label study: one-vs-rest logistic regression with scikit-learn.
 
     python -m torchlml_lab.multilabel.one_vs_rest --train FILE --test FILE --csv one-vs-rest.csv
 
 It uses the inputs and the split of `torchlml train multilabel`. C is selected on the validation samples,
-like the learning rate of the networks.
+as is the learning rate of the networks.
 """
 
 import sys
@@ -40,7 +40,7 @@ class BaselineSettings:
     test: Path | None = None
     """The test file."""
     csv: Path = Path("one-vs-rest.csv")
-    """The CSV to write; its rows for other data are kept."""
+    """The CSV to write; existing rows are kept."""
     keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
     """The shares of training labels to keep."""
     seed: int = 0

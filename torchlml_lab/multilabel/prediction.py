@@ -31,7 +31,7 @@ class RankedLabels(NamedTuple):
 def main(settings: PredictSettings) -> None:
     """Predict the labels of all samples, write them to `--out`, and print those of the first samples."""
     if settings.data is None:
-        raise BadInput("`--data` is missing: pass a file with the samples to predict.")
+        raise BadInput("`--data` is missing. Pass a file of samples.")
     if settings.out is not None:
         check_file("--out", settings.out)
         if settings.out.suffix not in (".csv", ".jsonl"):
@@ -46,7 +46,7 @@ def main(settings: PredictSettings) -> None:
     known = len(trained.preparation.labels)
     top = min(5, known) if settings.top is None else settings.top
     if not 1 <= top <= known:
-        raise BadInput(f"`--top` must be from 1 to {known}, the number of labels, but it is {top}.")
+        raise BadInput(f"`--top` must be from 1 to {known} (the number of labels), but it is {top}.")
     rows = read_rows(trained, settings.data, labeled=False)
     inputs, notes = prepared_rows(trained, rows, in_words(settings.data))
     console = new_console()
@@ -81,7 +81,7 @@ def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[Ranked
 
 
 def decided_labels(trained: TrainedLabels, inputs: Matrix, rule: RuleName) -> list[RankedLabels]:
-    """Return the labels that a rule chooses for prepared samples; possibly none."""
+    """Return the labels that a rule chooses for prepared samples. A sample may have none."""
     names, found = trained.preparation.labels, []
     for logits, _ in trained.scores(inputs):
         values = trained.probabilities(logits)

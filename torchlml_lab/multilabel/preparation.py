@@ -20,7 +20,7 @@ from torchlml_lab.files import read_record
 
 FILE = "preparation.json"
 MOST_TERMS = 50_000  # the maximum number of terms of each kind
-ROWS, LETTERS = 2**14, 2**22  # the number of samples and of letters that are converted at once
+ROWS, LETTERS = 2**14, 2**22  # the numbers of samples and characters that are converted at once
 MOST_BYTES = 2**30  # text inputs that need more memory are computed for each batch
 _ENTRIES = 2**20  # the number of features that are read at once
 
@@ -55,7 +55,7 @@ class Preparation:
     pairs: list[str] = field(default_factory=list)
     """The pairs of consecutive words that are inputs, separated by a space."""
     pieces: list[str] = field(default_factory=list)
-    """The pieces of words that are inputs, with punctuation. A space marks the start or the end of a word."""
+    """The pieces of words that are inputs, including punctuation. A space marks a word's start or end."""
     idf: list[float] = field(default_factory=list)
     """The inverse document frequency of all words, pairs and pieces."""
     features: list[int] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Preparation:
         return Prepared(stacked(blocks, self.inputs), unknown, empty)
 
     def apply_to_many(self, rows: LabeledRows) -> "Matrix | LaterInputs":
-        """Compute the inputs of training samples, or defer this if all of them need too much memory."""
+        """Compute the inputs of training samples, or defer this if all inputs need too much memory."""
         if self.idf:
             some = next(_slices(len(rows), rows.texts))
             first = self._apply(rows.take(np.arange(some.stop))).inputs
@@ -147,7 +147,7 @@ class Preparation:
 class LaterInputs:
     """The inputs of many texts, which are computed for each batch.
 
-    A text has about three terms per letter, and each term takes eight bytes.
+    A text has about three terms per character, and each term takes eight bytes.
 
     Args:
         preparation: The preparation.
@@ -194,8 +194,8 @@ def fit(
         training: The training samples.
         columns: The columns of the table that they come from, if any.
         k: The number of labels to predict.
-        more: More samples that determine the inputs together with the training samples.
-        rare: Whether to give rare sparse features more weight, the square root of their inverse document
+        more: Additional samples that determine the inputs together with the training samples.
+        rare: Whether to give rare sparse features more weight, by the square root of their inverse document
             frequency.
 
     Returns:
@@ -248,7 +248,7 @@ def _largest(parts: Sequence[Matrix], columns: npt.NDArray[Any]) -> npt.NDArray[
 def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
     """Select columns in increasing order.
 
-    SciPy's indexing would allocate memory for every possible column.
+    This function exists because SciPy's indexing would allocate memory for every possible column.
     """
     place = np.searchsorted(columns, matrix.indices)
     found = columns[np.minimum(place, len(columns) - 1)] == matrix.indices
@@ -265,7 +265,7 @@ def stored(run: Path) -> Preparation:
         lengths = [len(getattr(found, name)) for name in several]
         if len(set(lengths)) > 1:
             names = ", ".join(f"`{name}`" for name in several)
-            raise BadInput(f"`{path}` is damaged: {names} must have equal lengths, but they have {lengths}.")
+            raise BadInput(f"`{path}` is damaged: {names} must have equal lengths, but these are {lengths}.")
     for name in ("labels", "words", "pairs", "pieces"):
         if len(set(getattr(found, name))) < len(getattr(found, name)):
             raise BadInput(f"`{path}` is damaged: `{name}` contains a duplicate.")
@@ -293,7 +293,7 @@ PIECES = (2, 3, 4)
 WEIGHTS = (1.0, 0.5, 1.0)
 """The norms of words, pairs and pieces, before the whole vector is scaled to norm 1.
 
-Pairs are numerous, so without fixed norms they would outweigh the words of long texts.
+Pairs are numerous, so without fixed norms they would outweigh the words in long texts.
 """
 
 
@@ -303,7 +303,7 @@ class _Terms(NamedTuple):
     counts: Matrix
     """CSR (texts, terms), without duplicates."""
     names: Callable[[npt.NDArray[np.int64]], list[str]]
-    """Returns the names of some columns."""
+    """Returns the names of the given columns."""
     least: int
     """The minimum number of training texts that contain a term of this kind for it to become an input."""
     keys: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -410,11 +410,11 @@ class _Frequencies:
         self.least = terms.least
 
     def result(self) -> tuple[npt.NDArray[np.int64], Callable[[npt.NDArray[np.int64]], list[str]]]:
-        """Return the frequency of each term, and a function that returns the names of some terms."""
+        """Return the frequency of each term, and a function that returns the names of given terms."""
         return np.array(self._counts, dtype=np.int64), _picker(list(self._place))
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the places of names that were added."""
+        """Return the indices of names that were added."""
         return np.array([self._place[name] for name in names], dtype=np.int64)
 
 
@@ -434,12 +434,12 @@ class _PairFrequencies:
         )
         counts = np.concatenate([self._counts, _frequency(pairs)])
         self._keys = keys
-        # Sums of integers below 2**53 are exact.
+        # Sums of integers below 2**53 are exact in float64.
         self._counts = np.bincount(place, weights=counts, minlength=len(keys)).astype(np.int64)
         self.least = pairs.least
 
     def result(self) -> tuple[npt.NDArray[np.int64], Callable[[npt.NDArray[np.int64]], list[str]]]:
-        """Return the frequency of each pair, and a function that returns the names of some pairs."""
+        """Return the frequency of each pair, and a function that returns the names of given pairs."""
 
         def names(columns: npt.NDArray[np.int64]) -> list[str]:
             _, word = self._words.result()
@@ -467,7 +467,7 @@ def _fit_texts(texts: list[str]) -> tuple[tuple[list[str], list[str], list[str]]
     for terms in (words, pairs, pieces):
         frequency, names = terms.result()
         often = np.flatnonzero(frequency >= terms.least)
-        if len(often) > MOST_TERMS:  # keep the most frequent terms, and the first ones among ties
+        if len(often) > MOST_TERMS:  # keep the most frequent terms, breaking ties by index
             often = np.sort(often[np.argsort(-frequency[often], kind="stable")[:MOST_TERMS]])
         kinds.append(names(often))
         idf += [round(float(weight), 7) for weight in _idf(frequency[often], len(texts))]

@@ -1,4 +1,4 @@
-"""Trained multi-label runs in other programs: `load_run` for Python, `torchlml export` for ONNX and torch."""
+"""Trained multi-label runs in other programs: `load_run` in Python, and `torchlml export` elsewhere."""
 
 import importlib.util
 import json
@@ -64,8 +64,8 @@ class LabelModel:
 
         Args:
             samples: The samples.
-            rule: `top-k`, `half` (p > 0.5), `threshold` (fitted on validation samples), `count` (as many as
-                predicted for the sample), or `auto`, the rule of the run.
+            rule: `top-k`, `half` (p > 0.5), `threshold` (fitted on validation samples), `count` (a
+                number predicted for each sample), or `auto`, the rule of the run.
 
         Returns:
             A list of label names for each sample, which may be empty.
@@ -101,7 +101,7 @@ class LabelModel:
                 raise BadInput(f"`samples` must be {self._wanted}, but it is a sparse matrix.")
             features = sparse.csr_array(samples, dtype=np.float32)
             if not np.isfinite(features.data).all():
-                raise BadInput("`samples` must contain finite numbers only.")
+                raise BadInput("`samples` must contain only finite numbers.")
             return LabeledRows(features, sparse.csr_array((features.shape[0], 0), dtype=np.int8), [])
         if columns is None:
             raise BadInput(f"`samples` must be {self._wanted}, but it is {_described(samples)}.")
@@ -135,7 +135,7 @@ class LabelModel:
 
 
 def load_run(path: str | os.PathLike[str]) -> LabelModel:
-    """Load a run of `torchlml train multilabel` for prediction in Python.
+    """Load a run trained with `torchlml train multilabel` for prediction in Python.
 
     Args:
         path: The run directory.
@@ -193,7 +193,7 @@ def main(settings: ExportSettings) -> None:
         for package in ("onnx", "onnxscript"):
             if importlib.util.find_spec(package) is None:
                 raise BadInput(
-                    f"`--format onnx` needs the package `{package}`: run `pip install 'torchlml[onnx]'`."
+                    f"`--format onnx` needs the package `{package}`. Run `pip install 'torchlml[onnx]'`."
                 )
     trained = load(settings.run)
     export(trained, settings.format, out)
@@ -202,7 +202,7 @@ def main(settings: ExportSettings) -> None:
         f"`{out}` computes the probabilities of {len(prepared.labels)} labels from {prepared.inputs} inputs."
     )
     how = (
-        "`torchlml_lab.load_run(RUN).inputs(samples)` computes the inputs. The file also contains the labels."
+        "`torchlml_lab.load_run(RUN).inputs(samples)` computes the inputs. The file contains the label names."
     )
     say([said, how], new_console())
 
@@ -212,7 +212,7 @@ def export(trained: TrainedLabels, kind: Literal["onnx", "torch"], path: Path) -
 
     Args:
         trained: The run.
-        kind: `onnx` for a model of standard ONNX operators, `torch` for a program of `torch.export`.
+        kind: `onnx` for a model with standard ONNX operators, or `torch` for a `torch.export` program.
         path: The file to write.
     """
     prepared, rules = trained.preparation, trained.decisions

@@ -1,4 +1,4 @@
-"""The report of a multi-label run: ranking and set metrics, calibration, metrics per label, and plots."""
+"""The report on a multi-label run: ranking and set metrics, calibration, metrics per label, and plots."""
 
 import csv
 import json
@@ -84,8 +84,8 @@ def calibrate(trained: TrainedLabels, rows: LabeledRows) -> tuple[float, Decisio
 VALIDATION = "validation samples"
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
-FEWEST = 20  # labels in a plotted bin, because smaller bins are too noisy
-MOST_SCORES = 2**27  # stored for the average precision of each label: 512 MB
+FEWEST = 20  # the minimum number of labels in a plotted bin, because smaller bins are too noisy
+MOST_SCORES = 2**27  # that may be stored to compute average precisions (512 MB)
 IN_REPORT = 20  # labels in the report; the others are in the CSV file
 
 
@@ -105,7 +105,7 @@ class Report:
     calibration: list[tuple[float, float, int]]
     """For each tenth of the probability range: mean probability, share of correct labels, label count."""
     calibration_error: float
-    """The mean absolute difference between probability and share of correct labels over these tenths."""
+    """The mean of |mean probability - share of correct labels| over these tenths, weighted by label count."""
     top_calibration_error: float
     """The calibration error of the top k labels of each sample."""
     rule: RuleName
@@ -115,12 +115,12 @@ class Report:
     """The metrics of each label under the rule of the run, most frequent first."""
 
     def tables(self) -> tuple[Table, Table]:
-        """Tabulate the ranking metrics of run and baseline, and the set metrics of each rule, in percent."""
+        """Tabulate the ranking metrics of the run and the baseline, and the set metrics of each rule."""
         return self._ranking_table(), self._set_table()
 
     def _set_table(self) -> Table:
         heads = ("rule", "labels per sample", "micro-F1", "macro-F1", "exact sets")
-        table = plain_table(f"Sets, in percent (*: rule of the run, {self._errors})", heads)
+        table = plain_table(f"Sets, in percent (*: the rule of the run; {self._errors})", heads)
         for rule, found in self.sets.items():
             values = (f"{100 * value:.1f}" for value in (found.micro_f1, found.macro_f1, found.exact))
             table.add_row(f"{rule}{'*' * (rule == self.rule)}", f"{found.size:.2f}", *values)
@@ -132,7 +132,7 @@ class Report:
 
     def _ranking_table(self) -> Table:
         ks = sorted({int(name.partition("@")[2]) for name in self.measures})
-        title = f"{self.rows} {self.what}, in percent (in parentheses: always the most frequent labels)"
+        title = f"{self.rows} {self.what}, in percent (in parentheses: baseline of most frequent labels)"
         table = plain_table(title, ("k", *(f"{name}@k" for name in NAMES.values())))
         for k in ks:
             cells = [
@@ -152,7 +152,7 @@ class Report:
             f"**P@1 is {100 * self.measures['precision@1']:.1f}% on {self.rows} {self.what}.** Always "
             f"predicting the most frequent labels reaches {100 * self.popular['precision@1']:.1f}%.",
             "",
-            f"The model was trained on {prepared.rows} samples of `{in_words(settings.train)}` with "
+            f"The model was trained on {prepared.rows} samples from `{in_words(settings.train)}` with "
             f"{len(prepared.labels)} labels and the loss `{settings.loss}`. Its weights are those of epoch "
             f"{trained.epoch}, the best one on the validation samples."
             + ("" if trained.network.linear is None else f" {trained.network.linear.mixture.in_words()}"),
@@ -194,7 +194,7 @@ class Report:
             "",
             f"**The rule `{self.rule}` gives a micro-F1 of {100 * own.micro_f1:.1f}%, and "
             f"{100 * own.exact:.1f}% of the sets are exactly right.** It is the best rule on the validation "
-            "samples by the mean of both values. `torchlml predict --rule auto` uses it.",
+            "samples by the mean of the two values. `torchlml predict --rule auto` uses it.",
             "",
             "| rule | chosen labels | labels per sample | micro-F1 | macro-F1 | exact sets |",
             "| --- | --- | --- | --- | --- | --- |",
@@ -206,7 +206,7 @@ class Report:
         return [
             *lines,
             "",
-            "Macro-F1 is the mean over the labels that occur in the samples or in the chosen sets. "
+            "Macro-F1 is the mean F1 over the labels that occur in the samples or in the chosen sets. "
             f"The calibration error is {100 * self.calibration_error:.2f}% over all labels and "
             f"{100 * self.top_calibration_error:.2f}% over the top {k} labels of each sample.",
             "",
@@ -218,7 +218,7 @@ class Report:
             "## Labels",
             "",
             f"Precision and recall are those of the rule `{self.rule}`, and AP is the average precision of "
-            "the samples ranked by the probability of the label, all in percent. "
+            "the samples ranked by the probability of the label. All are in percent. "
             f"The file `labels.csv` has all {len(self.labels)} labels.",
             "",
             "| label | samples | chosen | precision | recall | AP |",
@@ -312,7 +312,7 @@ def _calibration_error(bins: Tensor) -> float:
 
 
 def write(report: Report, trained: TrainedLabels, folder: Path, console: Console) -> None:
-    """Write `report.md`, `report.png` and `labels.csv` into a folder."""
+    """Write `report.md`, `report.png` and `labels.csv` to a directory."""
     folder.mkdir(parents=True, exist_ok=True)
     plots.draw_recall_and_calibration(
         {"this run": report.recalls, "most frequent labels": report.popular_recalls},
@@ -331,8 +331,8 @@ def write(report: Report, trained: TrainedLabels, folder: Path, console: Console
     with replacing(folder / "report.md") as temporary:
         temporary.write_text(report.page(trained), encoding="utf-8")
     console.print(
-        f"The report is {folder / 'report.md'}, its plots are in {folder / 'report.png'}, and the metrics of "
-        f"each label are in {folder / 'labels.csv'}.",
+        f"The report is {folder / 'report.md'}, its plots are in {folder / 'report.png'}, and the metrics "
+        f"for each label are in {folder / 'labels.csv'}.",
         soft_wrap=True,
     )
 
@@ -354,7 +354,7 @@ def _binned(probabilities: Tensor, right: Tensor) -> Tensor:
 
 
 def main(settings: EvaluateSettings) -> None:
-    """Evaluate a run and print the table."""
+    """Evaluate a run, print the tables, and write the report."""
     out = settings.out or (settings.run if settings.data is None else None)
     trained = load(settings.run)
     if out is not None:
@@ -378,13 +378,13 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabeledRo
             raise BadInput("`--data-labels` requires `--data`.")
         moved = {name: getattr(settings, name) for name in ("train", "valid", "test")}
         stored = run_directory.read_moved(MultilabelSettings, settings.run, moved)
-        data = read(replace(stored, out=settings.run))  # the run may have moved too
+        data = read(replace(stored, out=settings.run))  # the run may also have moved
         known, found = trained.preparation, data.training
         if (len(found), found.names) != (known.rows, known.labels):
             raise BadInput(
                 f"`{in_words(stored.train)}` is not the file that the run was trained on: "
                 f"it has {len(found)} training samples and {len(found.names)} labels, but the run had "
-                f"{known.rows} samples and {len(known.labels)} labels, or their names differ."
+                f"{known.rows} samples and {len(known.labels)} labels, or the label names differ."
             )
         if data.test is None:
             return data.validation, VALIDATION, []
@@ -399,6 +399,6 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabeledRo
         found = found.take(there)
     return (
         aligned(found, trained.preparation.labels, source, notes),
-        f"samples of {Path(source).name}",
+        f"samples from {Path(source).name}",
         notes,
     )

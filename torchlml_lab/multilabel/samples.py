@@ -102,7 +102,7 @@ def short_name(given: Paths) -> str:
 
 
 def is_table_of(given: Paths, option: str) -> bool:
-    """Whether the files of an option are tables, according to the name of the first one."""
+    """Whether the files given by an option are tables, according to the name of the first file."""
     return is_table(files_of(given, option)[0])
 
 
@@ -134,7 +134,7 @@ def read_samples(
         label_files = files_of(labels, f"{option}-labels")
         if len(label_files) != len(files):
             raise BadInput(
-                f"`{option}-labels` must name as many files as `{option}`, {len(files)}, but it names "
+                f"`{option}-labels` must name as many files as `{option}` ({len(files)}), but it names "
                 f"{len(label_files)}."
             )
     tables = is_table(files[0])
@@ -159,7 +159,7 @@ def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, 
     for path in files[1:]:
         if _format(path) != _format(first):
             raise BadInput(
-                f"All files of `{option}` must have the same format, but `{first}` is {_format(first)} and "
+                f"All `{option}` files must have the same format, but `{first}` is {_format(first)} and "
                 f"`{path}` is {_format(path)}."
             )
     known = columns or Columns()
@@ -172,7 +172,7 @@ def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, 
                 more = [name for name in names if name not in usual]
                 has, lacks = (first, path) if missing else (path, first)
                 raise BadInput(
-                    f"All files of `{option}` must have the same columns, but `{has}` has "
+                    f"All `{option}` files must have the same columns, but `{has}` has "
                     f"{listed(missing or more)}, and `{lacks}` does not."
                 )
     if not is_table(first):
@@ -180,8 +180,8 @@ def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, 
         for path in files[1:]:
             if (other := declared_features(path, option)) != count:
                 raise BadInput(
-                    f"All files of `{option}` must have the same number of features, but `{first}` declares "
-                    f"{count or 'no number'} and `{path}` {other or 'no number'}."
+                    f"All `{option}` files must have the same number of features, but `{first}` declares "
+                    f"{count or 'no number'} and `{path}` declares {other or 'no number'}."
                 )
 
 
@@ -263,7 +263,7 @@ class Data(NamedTuple):
     test: LabeledRows | None
     columns: Columns | None
     notes: list[str]
-    """Sentences about the files that the user should see."""
+    """Sentences about the files, to be shown to the user."""
     encoder: Encoder | None = None
     """The encoder that replaced the texts with embeddings, if there is one."""
 
@@ -289,7 +289,8 @@ def read_files(settings: MultilabelSettings) -> Files:
     if earlier is not None:
         if known != Columns():
             raise BadInput(
-                "The columns are those of `--continue-from`: omit `--labels`, `--texts` and `--numbers`."
+                "`--continue-from` determines the columns. Omit `--labels`, `--separator`, `--texts` and "
+                "`--numbers`."
             )
         if is_table_of(settings.train, "--train") != (earlier.columns is not None):
             format_ = "sparse features" if earlier.columns is None else "a table"
@@ -359,9 +360,9 @@ def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[La
 
 
 def keeps_unlabeled(settings: MultilabelSettings, columns: Columns | None) -> bool:
-    """Whether samples without labels are examples that no label applies to.
+    """Whether samples without labels are examples to which no label applies.
 
-    A row of zeros in columns of 0 and 1 means this. In other files, the labels may simply be missing.
+    In columns of 0s and 1s, a row of zeros means this. In other files, the labels may simply be missing.
     """
     if settings.unlabeled == "auto":
         return columns is not None and len(columns.labels) > 1
@@ -377,7 +378,7 @@ def _checked_labels(rows: LabeledRows, source: str, keep: bool, notes: list[str]
     if keep:
         notes.append(f"{some} and are kept as examples that no label applies to.")
         return rows
-    notes.append(f"{some} and were skipped. `--unlabeled keep` trains on them.")
+    notes.append(f"{some} and were skipped. Use `--unlabeled keep` to train on them.")
     return rows.take(there)
 
 
@@ -411,9 +412,8 @@ def aligned(rows: LabeledRows, names: Sequence[str], source: str, notes: list[st
 def set_aside(rows: LabeledRows) -> tuple[LabeledRows, LabeledRows]:
     """Split into training and validation.
 
-    The validation part is a tenth of the samples, but at least 200 if that is at most a third of them, and at
-    most 5000.
-    Samples with and without labels are split in the same proportion.
+    The validation part is a tenth of the samples, but at least 200, or a third of the samples if that is
+    fewer, and at most 5000. Samples with and without labels are split in the same proportion.
     """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
     count = min(5000, max(5, len(rows) // 10, min(200, len(rows) // 3)))
@@ -445,10 +445,10 @@ def kept_labels(labels: Matrix, keep: float | Literal["one"], seed: int) -> Matr
     """Keep a random subset of each row's labels, resampled for every seed.
 
     Args:
-        labels: CSR. Rows without labels are not changed.
+        labels: A CSR matrix. Rows without labels are not changed.
         keep: The probability that a label is kept. At least one label of each row is always kept; with `one`,
             exactly one is.
-        seed: The seed of the subset.
+        seed: The seed for the subset.
 
     Returns:
         The kept labels.
@@ -487,7 +487,7 @@ class Batches(Dataset[Batch]):
     """Inputs and labels as a dataset that returns whole batches.
 
     Args:
-        inputs: CSR float32 (rows, inputs), or an object that computes some rows of it.
+        inputs: CSR float32 (rows, inputs), or an object that computes selected rows of it.
         labels: CSR (rows, labels).
     """
 

@@ -11,7 +11,7 @@ from torchlml_lab.engine.settings import GridSettings, TrainSettings
 LossName = Literal["lml", "softmax", "bce", "truncated-entropy"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 AnyLossName = Literal[LossName, "topk-softmax"]
-"""The losses of recommendation."""
+"""The losses for recommendation."""
 WITH_K: tuple[AnyLossName, ...] = ("lml", "truncated-entropy", "topk-softmax")
 PerRow = Literal["labels"]
 ModelName = Literal["combined", "network"]
@@ -30,7 +30,7 @@ class MultilabelSettings(TrainSettings):
     """Train a multi-label model on your own files of texts, numbers or sparse features; requires --train.
 
     A file is a table (CSV, TSV, JSON lines or Parquet, with labels and columns of texts or numbers), svmlight
-    or extreme-classification text, or a pair of scipy .npz files. Text files may be gzipped. Several files, a
+    or extreme-classification text, or a pair of SciPy .npz files. Text files may be gzipped. Several files, a
     directory or a pattern like 'part-*.csv' are read as one file. Without --valid, a tenth of the samples is
     held out for validation. The epoch with the best validation nDCG@5 is kept.
     """
@@ -46,27 +46,27 @@ class MultilabelSettings(TrainSettings):
     """Start from the weights of this run instead of random weights, and keep its columns, inputs and labels.
     New labels are added; unknown words and features are ignored."""
     train_labels: Paths = None
-    """The labels of `--train`, if that is an .npz file."""
+    """The labels for `--train`, if it is an .npz file."""
     valid_labels: Paths = None
-    """The labels of `--valid`, if that is an .npz file."""
+    """The labels for `--valid`, if it is an .npz file."""
     test_labels: Paths = None
-    """The labels of `--test`, if that is an .npz file."""
+    """The labels for `--test`, if it is an .npz file."""
     label_names: Path | None = None
-    """If labels are numbers: a text file whose line i, counted from 0, is the name of label i."""
+    """For numbered labels, a text file whose line i, counted from 0, is the name of label i."""
     labels: tuple[str, ...] = ()
-    """The label column of a table, or a column of 0 and 1 for each label; by default they are detected."""
+    """The label column of a table, or a column of 0s and 1s for each label; detected by default."""
     separator: str | None = None
-    """The separator between labels in a cell; by default the most common one of `, ; |` and tab."""
+    """The separator between labels in a cell; by default the most common of `, ; |` and tab."""
     texts: tuple[str, ...] = ()
     """The text columns; by default all columns are used, unless `--numbers` is given."""
     numbers: tuple[str, ...] = ()
-    """The columns with numbers."""
+    """The number columns."""
     unlabeled: UnlabeledName = "auto"
-    """Samples without labels: `keep` them as examples that no label applies to, which trains with bce instead
-    of lml, or `skip` them. By default they are kept if every label has its own column of 0 and 1."""
+    """Whether to `keep` samples without labels, as examples to which no label applies, or to `skip` them. If
+    they are kept, bce replaces lml. `auto` keeps them if every label has its own column of 0s and 1s."""
     encoder: str | None = None
-    """Encode texts with this sentence-transformers model (a directory or a name) instead of TF-IDF; needs the
-    extra `encoder`. The embeddings of all samples are kept in the run directory."""
+    """Encode texts with this sentence-transformers model (a directory or a name) instead of TF-IDF;
+    requires the extra `encoder`. The embeddings of all samples are stored in the run directory."""
     loss: LossName = "lml"
     """The loss function: lml, softmax, bce or truncated-entropy."""
     k: int | PerRow | None = None
@@ -74,9 +74,9 @@ class MultilabelSettings(TrainSettings):
     By default lml trains with `labels` and truncated-entropy with 1, and predictions use the mean number of
     labels per sample, rounded to an integer."""
     model: ModelName = "combined"
-    """`combined`: a regularized linear model, refitted on all samples, plus a network, with weights fitted on
-    the validation samples. The linear model is omitted if it does not fit in memory. `network`: only the
-    network."""
+    """`combined`: a weighted sum of a regularized linear model, refitted on all samples, and a network. The
+    weights of the sum are fitted on the validation samples. The linear model is omitted if it does not fit in
+    memory. `network`: only the network."""
     hidden: int = 256
     """The size of the network's hidden layer; 0 for a network without one."""
     dropout: float = 0.5
@@ -86,10 +86,10 @@ class MultilabelSettings(TrainSettings):
     epochs: int = 200
     """The maximum number of epochs."""
     patience: int | None = None
-    """Stop after this many epochs without improvement; by default the number of epochs in 100 steps, at least
-    5, or at least 3 with a linear model."""
+    """Stop after this many epochs without improvement; by default the number of epochs that take 100 steps,
+    but at least 5, or 3 with a linear model."""
     batch_size: int = 128
-    """Samples per step over all processes; a multiple of the number of processes."""
+    """The number of samples per step over all processes; must be a multiple of the number of processes."""
     learning_rate: float = 0.005
     """The learning rate of Adam; with `--hidden 0`, training uses ten times this rate."""
 
@@ -98,16 +98,17 @@ class MultilabelSettings(TrainSettings):
 class EvaluateSettings:
     """Evaluate a multi-label run: rankings (P@k, nDCG@k, PSP@k, R@k), sets (F1, exact sets) and calibration.
 
-    Rankings are compared with a baseline, the most frequent labels. Sets are evaluated for every rule of
-    `torchlml predict --rule`.
+    Rankings are compared with a baseline, the most frequent labels. Sets are evaluated for every rule
+    that `torchlml predict --rule` accepts.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
     data: Paths = None
-    """Other labeled samples, in any supported format; by default the run's test or validation samples."""
+    """Other labeled samples, in files like the training files; by default the run's test or validation
+    samples."""
     data_labels: Paths = None
-    """The labels of `--data`, if that is an .npz file."""
+    """The labels for `--data`, if it is an .npz file."""
     train: Paths = None
     """The training files, if they have moved."""
     valid: Paths = None
@@ -116,12 +117,12 @@ class EvaluateSettings:
     """The test files, if they have moved."""
     out: Path | None = None
     """The directory for `report.md`, `report.png` and `labels.csv` (support, precision, recall and average
-    precision of each label); by default the run directory, but with `--data` no files are written."""
+    precision for each label); by default the run directory, but with `--data` no files are written."""
 
 
 @dataclass(frozen=True)
 class PredictSettings:
-    """Print the top labels of each sample in a file, with the probability that the label is in the top k."""
+    """Print the top labels of each sample in a file, with the probability that each is in the top k."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
@@ -130,9 +131,10 @@ class PredictSettings:
     top: int | None = None
     """The number of labels per sample to print; by default 5, or all if there are fewer."""
     rule: RuleName | Literal["auto"] | None = None
-    """Print the labels that a rule chooses, not a fixed number: `top-k` (the k of the run), `half` (p > 0.5),
-    `threshold` (fitted on validation), `count` (as many as predicted for each sample), or `auto` (the best of
-    these rules on validation). A set is empty only with `half`, or if the run kept samples without labels."""
+    """Print the labels that a rule chooses instead of a fixed number: `top-k` (the k of the run), `half`
+    (p > 0.5), `threshold` (p above a threshold fitted on validation), `count` (a number predicted for each
+    sample), or `auto` (the best of these rules on validation). A set is empty only with `half`, or if the run
+    kept samples without labels."""
     out: Path | None = None
     """Also write all samples to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per sample."""
 
@@ -155,7 +157,7 @@ class ExportSettings:
 
 @dataclass(frozen=True)
 class SweepSettings(GridSettings):
-    """Run all combinations of losses, kept labels, seeds and learning rates that are not finished.
+    """Run all unfinished combinations of losses, shares of labels kept, seeds and learning rates.
 
     Requires --run.train and --run.test.
     """
@@ -167,4 +169,4 @@ class SweepSettings(GridSettings):
     """The shares of training labels to keep, at least one per sample; `one` keeps exactly one."""
     seeds: tuple[int, ...] = (0, 1, 2)
     run: MultilabelSettings = field(default_factory=lambda: MultilabelSettings(model="network"))
-    """Settings shared by all runs, as for `torchlml train multilabel`, but with `--run.model network`."""
+    """The settings shared by all runs, as for `torchlml train multilabel`, but with `--run.model network`."""

@@ -1,4 +1,4 @@
-"""`torchlml sweep multilabel`: losses x kept labels x seeds, and the table of results."""
+"""`torchlml sweep multilabel`: compare losses and shares of labels kept, and tabulate the results."""
 
 import dataclasses
 from collections import defaultdict
@@ -90,7 +90,7 @@ _CHOSEN = ("out", "resume", "loss", "k", "keep", "seed")
 def main(settings: SweepSettings) -> None:
     """Run all combinations that are not finished."""
     runs = grid(settings)
-    _files_of(runs[0])  # raises for a bad file once, before any run starts
+    _files_of(runs[0])  # raises once for an invalid file, before any run starts
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
     run_grid(study, settings, new_console())
 
@@ -99,7 +99,7 @@ def grid(settings: SweepSettings) -> list[MultilabelSettings]:
     """Return the settings of every run; raise `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("losses", "keeps", "seeds"))
     if settings.run.test is None:
-        raise BadInput("`--run.test` is missing: a sweep compares losses on test samples.")
+        raise BadInput("`--run.test` is missing. A sweep compares losses on test samples.")
     rates = dict.fromkeys(settings.losses, settings.learning_rates or (settings.run.learning_rate,))
     if settings.tuned is not None:
         rows = read_tuned(settings, TABLE)
@@ -164,7 +164,7 @@ def _table(rows: Sequence[LabelRecord]) -> Table:
         groups[row.keep, row.loss, row.learning_rate].append(row)
     # The columns fit a terminal of 80 characters.
     heads = ("kept", "loss", "lr", "seeds", "val nDCG@5", "P@1", "P@5", "R@5")
-    output = plain_table("in %, mean±standard deviation over the seeds", heads, left=2)
+    output = plain_table("Mean±standard deviation over the seeds, in %", heads, left=2)
     for (keep, loss, rate), group in sorted(groups.items()):
         cells = [
             spread([getattr(row, name) for row in group], 1)

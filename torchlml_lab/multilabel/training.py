@@ -1,4 +1,4 @@
-"""`torchlml train multilabel`: train a model that predicts the top labels from a file of labeled samples."""
+"""`torchlml train multilabel`: train a model on labeled samples to predict the top labels."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def main(settings: MultilabelSettings) -> None:
 def run(
     settings: MultilabelSettings, console: Console, read: Callable[[MultilabelSettings], Data] = read
 ) -> tuple[TrainedLabels, Data]:
-    """Train with these settings. Invalid settings raise `BadInput` before any file is written.
+    """Train with the given settings. Invalid settings raise `BadInput` before any file is written.
 
     Args:
         settings: The settings of the run.
@@ -138,12 +138,12 @@ def completed(settings: MultilabelSettings) -> MultilabelSettings:
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
-    """Build the task of one run. Set the seed before the call, because it initializes the network."""
+    """Build the task for a run. Set the seed before the call, because it initializes the network."""
     return build_task(settings, data).task
 
 
 class LinearFit:
-    """The linear part of a run: fitted before the network is trained, and again on all samples after that.
+    """The linear part of a run: fitted before the network is trained, and again on all samples afterward.
 
     Args:
         loss: The loss of the network.
@@ -204,15 +204,15 @@ class LinearFit:
 
     def in_words(self) -> str:
         """Describe the chosen model in sentences."""
-        again = " and was fitted again on all samples" if self.refits else ""
+        again = " and was refitted on all samples" if self.refits else ""
         if self.penalty == math.inf:
             return f"{self.mixture.in_words()} The linear part is that of the earlier run."
-        chosen = f"the penalty {self.penalty:g} and the gain {self.gain:g}"
-        return f"{self.mixture.in_words()} The linear part has {chosen}{again}."
+        chosen = f"a penalty of {self.penalty:g} and a gain of {self.gain:g}"
+        return f"{self.mixture.in_words()} The linear part uses {chosen}{again}."
 
 
 def build_task(settings: MultilabelSettings, data: Data) -> Built:
-    """Build the task of a run. Set the seed before the call, because it initializes the network."""
+    """Build the task for a run. Set the seed before the call, because it initializes the network."""
     settings = with_usable_loss(settings, data)
     loss, k = loss_and_k(settings, data)
     combined = settings.model == "combined"
@@ -237,7 +237,7 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
     prepared = replace(prepared, digest=identity)
     unchanged = same_samples and _stopped_improving(settings)
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
-    # Several processes add up dense gradients only.
+    # With several processes, only dense gradients can be summed.
     alone = not (dist.is_available() and dist.is_initialized())
     model.first.row_sparse = alone and model.first.weight.numel() > MOST_DENSE
     optimizer: torch.optim.Optimizer
@@ -330,7 +330,7 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
     given, settings = settings, with_usable_loss(settings, data)
     loss, k = loss_and_k(settings, data)
     rows, mean = len(data.training), float(data.training.counts.mean())
-    source = "held out for" if settings.valid is None else "given for"
+    source = "held out for" if settings.valid is None else "provided for"
     said = [
         f"{rows} training samples with {mean:.1f} of {len(data.training.names)} labels on average; "
         f"{len(data.validation)} more samples {source} validation."
@@ -345,7 +345,7 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
     said.append(f"Training with the loss `{loss.name}`" + ("." if loss.k is None else f" and {each}."))
     if given.loss != loss.name:
         said.append(
-            f"`{given.loss}` needs at least one label per sample; with `--unlabeled skip` it would be used."
+            f"`{given.loss}` needs at least one label per sample. Use `--unlabeled skip` to train with it."
         )
     said.append(origin_of_k(settings.k, k, mean))
     return [*data.notes, *said]
@@ -355,7 +355,7 @@ def check(settings: MultilabelSettings) -> None:
     """Raise `BadInput` for invalid settings, as far as they can be checked without the data."""
     check_settings(settings)
     if settings.train is None:
-        raise BadInput("`--train` is missing: pass a file of labeled samples.")
+        raise BadInput("`--train` is missing. Pass a file of labeled samples.")
     for name in ("valid", "test"):
         if getattr(settings, f"{name}_labels") is not None and getattr(settings, name) is None:
             raise BadInput(f"`--{name}-labels` requires `--{name}`.")
@@ -377,7 +377,7 @@ def check(settings: MultilabelSettings) -> None:
     if not 0 <= settings.dropout < 1:
         raise BadInput(f"`--dropout` must be at least 0 and less than 1, but it is {settings.dropout}.")
     if isinstance(settings.keep, float | int) and not 0 < settings.keep <= 1:
-        raise BadInput(f"`--keep` must be `one` or greater than 0 and at most 1, but it is {settings.keep}.")
+        raise BadInput(f"`--keep` must be `one`, or greater than 0 and at most 1, but it is {settings.keep}.")
     if settings.k is not None:
         loss_of(settings)
 
@@ -385,7 +385,7 @@ def check(settings: MultilabelSettings) -> None:
 def loss_of(settings: MultilabelSettings) -> LabelLoss:
     """Return the loss of a run, with its default k if none is given."""
     if settings.loss not in WITH_K:
-        # These losses have no k; the given one applies to the predictions only.
+        # These losses have no k; `--k` applies only to the predictions.
         if settings.k is not None and (settings.k == "labels" or settings.k < 1):
             raise BadInput(
                 f"`--k` must be at least 1 for the loss `{settings.loss}`, but it is {settings.k}."
