@@ -180,11 +180,18 @@ def _logistic(c: float) -> Any:
     return LogisticRegression(C=c, solver="liblinear")
 
 
-def _fit_libmultilabel(x: Matrix, labels: Matrix, c: float) -> Any:
-    from libmultilabel.linear import train_1vsrest
-    from scipy import sparse
+def _libmultilabel(options: str) -> Solver:
+    """Use LibMultiLabel's one-vs-rest with these LIBLINEAR options."""
 
-    return train_1vsrest(sparse.csr_matrix(labels), sparse.csr_matrix(x), False, f"-c {c}", False)
+    def fit(x: Matrix, labels: Matrix, c: float) -> Any:
+        from libmultilabel.linear import train_1vsrest
+        from scipy import sparse
+
+        return train_1vsrest(
+            sparse.csr_matrix(labels), sparse.csr_matrix(x), False, f"-c {c} {options}", False
+        )
+
+    return Solver(fit, _score_libmultilabel, threshold=0)
 
 
 def _score_libmultilabel(model: Any, x: Matrix) -> Array:
@@ -222,7 +229,8 @@ class Method(NamedTuple):
 
 
 _SVC, _LOGISTIC = _one_vs_rest(_linear_svc), _one_vs_rest(_logistic)
-_LIBMULTILABEL = Solver(_fit_libmultilabel, _score_libmultilabel, threshold=0)
+# By default, LibMultiLabel has no intercept, without which a threshold on all scores works badly.
+_LIBMULTILABEL, _WITH_INTERCEPT = _libmultilabel(""), _libmultilabel("-B 1")
 _NAPKINXC = Solver(_fit_napkinxc, _score_napkinxc, threshold=0.5)
 METHODS = {
     "torchlml": Method(_torchlml, "torch"),
@@ -231,7 +239,7 @@ METHODS = {
     "logistic": Method(_with(_LOGISTIC, 1.0), "sklearn"),
     "logistic, tuned": Method(_with(_LOGISTIC, None), "sklearn"),
     "LibMultiLabel": Method(_with(_LIBMULTILABEL, 1.0), "libmultilabel"),
-    "LibMultiLabel, tuned": Method(_with(_LIBMULTILABEL, None), "libmultilabel"),
+    "LibMultiLabel, tuned": Method(_with(_WITH_INTERCEPT, None), "libmultilabel"),
     "napkinXC": Method(_with(_NAPKINXC, 10.0), "napkinxc"),
     "napkinXC, tuned": Method(_with(_NAPKINXC, None), "napkinxc"),
 }
