@@ -1,4 +1,4 @@
-"""`torchlml bench scale`: all measurements, with sizes that are small enough to run in seconds."""
+"""`torchlml bench scale` writes every measurement, here with sizes small enough to finish in seconds."""
 
 from __future__ import annotations
 

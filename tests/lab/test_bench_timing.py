@@ -26,7 +26,7 @@ class _NoisyMachine:
 
     def call(self, name, seconds):
         def run():
-            # As on a shared machine: ten rounds of two calls at full speed, then ten rounds ten times slower.
+            # As on a shared machine, the speed changes: after every 20 calls, from full to a tenth or back.
             slowdown = 10 if sum(self.calls.values()) // 20 % 2 else 1
             self.calls[name] += 1
             self.now += seconds * slowdown

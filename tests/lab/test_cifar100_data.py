@@ -14,7 +14,7 @@ from torchlml_lab.studies.cifar100 import data
 
 
 def batch(count, seed=0):
-    """Return the contents of an official file. Fine labels are balanced, and coarse = fine mod 20."""
+    """Return a file in the official format, in which fine labels are balanced and coarse = fine mod 20."""
     random = np.random.default_rng(seed)
     fine = np.arange(count) % 100
     return {

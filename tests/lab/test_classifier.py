@@ -28,7 +28,7 @@ QUICK: Any = {"hidden": 0, "epochs": 8, "learning_rate": 0.1, "batch_size": 32, 
 
 
 def rows(count: int = 240) -> tuple[Any, Any]:
-    """Return features, and multi-hot labels: one to three per sample, with the highest linear scores."""
+    """Return features and multi-hot labels. Each sample has the 1 to 3 labels with the highest linear scores."""
     random = np.random.default_rng(0)
     x = random.normal(size=(count, 8))
     order = np.argsort(-(x @ random.normal(size=(8, 6))), axis=1)
@@ -45,7 +45,7 @@ NAMES = [LABELS[row > 0].tolist() for row in Y]
 def test_the_checks_of_scikit_learn() -> None:
     model = TopKClassifier(hidden=8, epochs=15, learning_rate=0.05, random_state=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # from scikit-learn's examples with infinite labels
+        warnings.simplefilter("ignore", RuntimeWarning)  # from a scikit-learn check with infinite labels
         results = check_estimator(model, on_skip=None)
     passed = {result["check_name"] for result in results if result["status"] == "passed"}
     assert len(passed) > 45

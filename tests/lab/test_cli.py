@@ -378,7 +378,7 @@ def test_a_pipe_that_is_closed_early_is_not_a_failure():
 
 
 def closing(closed, *words):
-    """Run a command. `closed` is a shell redirection that closes its standard output or error."""
+    """Run a command with the shell redirection `closed`, which closes stdout, stderr or both."""
     command = ["sh", "-c", f'exec "$0" -m torchlml_lab "$@" {closed}', sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 

@@ -27,7 +27,7 @@ K = 2
 
 
 def samples(rows: int, labels: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return logits, their probabilities, and labels drawn from these, with at least one per sample."""
+    """Return logits, probabilities, and labels drawn with these probabilities (at least one per sample)."""
     logits = 2 * torch.randn(rows, labels)
     y = torchlml.lml(logits, K)
     observed = torch.rand(rows, labels) < y
@@ -135,7 +135,7 @@ def test_the_rule_with_the_best_sets_is_chosen() -> None:
     observed = torch.rand(60, 6) < 0.4
     observed[:, 0] |= ~observed.any(-1)
     y = torch.where(observed, 0.6, 0.4) + 0.05 * torch.rand(60, 6)
-    y[0] = torch.tensor([0.9, 0.8, 0.7, 0.45, 0.45, 0.45])  # an exception in the first sample
+    y[0] = torch.tensor([0.9, 0.8, 0.7, 0.45, 0.45, 0.45])  # except in the first sample
     fitted = decisions.fit(torch.logit(y), y, observed, K)
     scores = {}
     for rule in RULES:

@@ -15,7 +15,7 @@ def test_images_of_one_to_five_digits():
         assert torch.equal(drawn.sum(1), part.present.sum(1))
         assert part.present.gather(1, part.named.unsqueeze(1)).all()
     number = train.present.sum(1)
-    assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 of each are expected
+    assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 images per number are expected
     # All positions are equally likely to show a digit.
     assert (train.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0).float().mean(0).std() < 0.03
 
@@ -39,7 +39,7 @@ def test_sums_of_the_probabilities():
 
 
 def test_each_method_uses_only_its_stated_information():
-    """The number of digits changes the loss of the two methods that receive it, and of no other method."""
+    """The number of digits affects only the losses of the two methods that receive it."""
     torch.manual_seed(0)
     outputs, observed = torch.randn(2, 4, 11), torch.zeros(2, 4, 10, dtype=torch.bool)
     observed[..., 3] = True

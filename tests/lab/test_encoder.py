@@ -92,7 +92,7 @@ def test_a_run_with_an_encoder(model: str, tmp_path: Path, capsys, monkeypatch) 
     assert np.mean(right) > 0.6  # chance would be one in four
     new_file = write_texts(tmp_path / "new.csv", new)
     assert cli.main(["evaluate", str(out), "--data", str(new_file)]) == 0
-    # The samples of the run are not encoded again, even if its directory has moved.
+    # The run's own samples are not encoded again, even if the run directory has moved.
     capsys.readouterr()
     monkeypatch.setattr(labeled_rows, "_encoder", lambda name: pytest.fail("the model was loaded"))
     out.rename(tmp_path / "moved")

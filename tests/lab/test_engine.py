@@ -32,7 +32,7 @@ from torchlml_lab.studies.cifar100.task import feature_head
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
-    """A small file of learnable features with 100 classes and 20 coarse classes."""
+    """A small file of synthetic frozen features whose classes (100 fine, 20 coarse) are easy to learn."""
     return write_features(tmp_path_factory.mktemp("features"), 16)
 
 
@@ -71,7 +71,7 @@ def resume(out):
 
 
 def same(one, other):
-    """Check that the metrics are equal byte for byte and the last weights bit for bit."""
+    """Check that the metrics and the last weights are byte-for-byte identical."""
     assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
     weights = [
         (run / "checkpoints" / "epoch-0006" / "model.safetensors").read_bytes() for run in (one, other)
@@ -176,7 +176,7 @@ def edit(path, **changes):
 
 
 def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole):
-    # The file has the line for the test, a line for an epoch without a checkpoint, and an incomplete line.
+    # The file contains the test result, a line for an epoch without a checkpoint, and an incomplete line.
     with (unfinished / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 7, "split": "validation"}\n{"epo')
     (unfinished / "checkpoints" / ".partial").mkdir()
@@ -185,7 +185,7 @@ def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole
 
 
 def die_before_the_first_commit():
-    """Make this process kill itself after it writes the first epoch's metrics, but before the state."""
+    """Make this process kill itself after writing the first epoch's metrics, but before writing the state."""
 
     def commit(self, state):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_rejected(capsys, unfinished, name):
 
 @pytest.mark.parametrize("kept", [0, 100, None])
 def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
-    """Without the saved states, the resumed run would use different random numbers and change the metrics."""
+    """Without the saved states, a resumed run would use different random numbers and get other metrics."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     if kept is None:
         path.unlink()

@@ -8,7 +8,7 @@ import pytest
 
 from tools.count_hops import hops, training_calls
 
-# Raise a limit only with a reason in the commit message.
+# A commit that raises a limit must explain why in its message.
 LIMITS = {"train multilabel, CSV": 18, "train multilabel, svmlight": 18}
 
 

@@ -36,7 +36,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Return the modules of torchlml_lab that a file imports, including imports inside functions."""
+    """Yield the modules of torchlml_lab that a file imports, including imports inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):

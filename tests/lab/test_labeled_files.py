@@ -301,7 +301,7 @@ def test_csv_with_any_common_separator(tmp_path: Path, form: str) -> None:
 def test_the_separator_of_a_csv_must_fit_its_rows(tmp_path: Path) -> None:
     rows = read(tmp_path / "rows.csv", "a;b;c,tags\none,p\ntwo,q\n")
     assert rows.texts == ["one", "two"]
-    # A file for prediction may have a single column, whose quoted texts contain commas and semicolons.
+    # A file for prediction may have a single column with quoted texts that contain commas and semicolons.
     path = tmp_path / "one.csv"
     path.write_text('text\n"one; two, three"\nfour\n')
     columns = Columns(texts=("text",))
@@ -429,7 +429,7 @@ def test_lists_printed_by_python_are_read_as_lists(tmp_path: Path) -> None:
         [],
         [],
     ]
-    # If any cell is not such a list, the brackets are part of the names.
+    # If any cell is not a printed list, the brackets are part of the names.
     table(path, ["body", "tags"], [("a", "[x]"), ("b", "y")])
     assert names_of(read_labeled(path, "--train")[0]) == [["[x]"], ["y"]]
 
@@ -516,7 +516,7 @@ def read_labeled_text(path: Path, text: str) -> tuple[LabeledRows, Columns | Non
     return read_labeled(path, "--train")
 
 
-@pytest.mark.skipif(not measurable(), reason="this system cannot reset the peak memory")
+@pytest.mark.skipif(not measurable(), reason="measuring memory requires Linux with the GNU C library")
 def test_reading_needs_less_memory_than_three_times_the_file_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

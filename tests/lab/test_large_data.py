@@ -115,7 +115,7 @@ def test_two_processes_use_dense_gradients(texts, tmp_path, capsys) -> None:
 
 
 def sparse_program(words) -> int:
-    """Run the command line with a setting for which a single process would use sparse gradients."""
+    """Run the command line with a limit so low that a single process would use sparse gradients."""
     vars(training)["MOST_DENSE"] = 0
     return cli.main(words)
 
@@ -132,7 +132,7 @@ def text_rows(count: int) -> LabeledRows:
 
 def test_texts_in_blocks_give_the_same_inputs(monkeypatch) -> None:
     rows, columns = text_rows(300), Columns(("text",), (), ("tags",), ",")
-    monkeypatch.setattr(preparation, "MOST_TERMS", 150)  # so that ties must be broken
+    monkeypatch.setattr(preparation, "MOST_TERMS", 150)  # so low that ties must be broken
     whole = preparation.fit(rows, columns, 1)
     inputs = whole.apply(rows)
     monkeypatch.setattr(preparation, "ROWS", 64)
@@ -146,7 +146,7 @@ def test_texts_in_blocks_give_the_same_inputs(monkeypatch) -> None:
     found = whole.apply(rows)
     assert (found.unknown, found.empty) == (inputs.unknown, inputs.empty)
     np.testing.assert_allclose(found.inputs.toarray(), inputs.inputs.toarray(), atol=1e-7)
-    # Inputs that would need too much memory are computed for each batch.
+    # Inputs that would need too much memory are computed one batch at a time.
     assert whole.apply_to_many(rows).shape == found.inputs.shape
     monkeypatch.setattr(preparation, "MOST_BYTES", 100)
     later = whole.apply_to_many(rows)
@@ -269,7 +269,7 @@ def memory_of_training(path: Path) -> tuple[float, float, int]:
     return forecast, needed, sum(4 * parameter.numel() for parameter in task.model.parameters())
 
 
-@pytest.mark.skipif(not timing.measurable(), reason="this system cannot reset the peak memory")
+@pytest.mark.skipif(not timing.measurable(), reason="measuring memory requires Linux with the GNU C library")
 @pytest.mark.parametrize("most_dense", [0, 10**9])
 def test_the_memory_forecast_is_accurate(tmp_path, most_dense: int) -> None:
     # Measure in a new process, because this one would reuse memory freed by earlier tests.

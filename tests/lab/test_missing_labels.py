@@ -190,7 +190,7 @@ def test_neighbors_differ_in_one_value():
 
 
 def test_the_estimates_of_role_follow_adam_on_the_whole_table():
-    """Estimates for samples outside the batch keep moving, as with a dense `torch.optim.Adam` parameter."""
+    """Adam also updates the estimates for samples outside the batch, as with a dense gradient."""
     generator = torch.Generator().manual_seed(0)
     rates, observed = torch.tensor([1e-3, 2e-2]), torch.randint(6, (40,), generator=generator)
     estimates = methods.Estimates(observed, 6, rates, 0)
@@ -252,8 +252,8 @@ def test_recall_brier_and_f1():
 def test_the_calibration_error_by_hand():
     p = torch.tensor([[0.01, 0.02, 0.5, 0.52, 1.0]])
     labels = torch.tensor([[False, True, False, True, True]])
-    # The bins are 1/15 wide. Probabilities and labels sum to 0.03 and 1 in the bin {0.01, 0.02}, to 1.02 and
-    # 1 in {0.5, 0.52}, and to 1 and 1 in {1.0}.
+    # The bins are 1/15 wide. The sum of the probabilities and the number of labels are 0.03 and 1 in the bin
+    # {0.01, 0.02}, 1.02 and 1 in {0.5, 0.52}, and 1 and 1 in {1.0}.
     assert measures.calibration_error(p, labels) == pytest.approx((0.97 + 0.02 + 0.0) / 5, rel=1e-5)
 
 

@@ -77,7 +77,7 @@ def test_end_to_end(folder, tmp_path, capsys, monkeypatch):
         assert all(
             0 <= float(row[name]) <= 1 for name in ("map", "recall", "brier", "ece", "f1", "threshold_f1")
         )
-    # A result repeats the tuning run with the same seed and configuration.
+    # A final run reproduces the validation mAP of the tuning run with the same seed and configuration.
     row = next(
         row for row in results if row["method"] == "lml" and row["seed"] == "0" and row["draw"] == "random"
     )

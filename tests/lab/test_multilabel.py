@@ -260,7 +260,7 @@ def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "3 values were skipped because no training sample has their features" in said
     assert "1 of 2 samples have no known feature" in said
-    # The probabilities of BCE do not depend on k.
+    # Probabilities from a model trained with BCE do not depend on k.
     assert "labels with P(label), in %" in said
     assert "k =" not in said
     assert found[0]["labels"] == ["green"]
@@ -390,7 +390,7 @@ def test_large_feature_indices_take_no_memory():
 
 
 def test_temperature_calibrates_probabilities():
-    """If labels are drawn from projected logits, the temperature undoes a scaling of these logits."""
+    """If labels are drawn with probabilities lml(x, k), the best temperature for the logits c * x is c."""
     logits = torch.randn(3000, 12) * 1.5
     observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
     for factor in (4.0, 0.5):

@@ -122,7 +122,7 @@ def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out, monkeypatch):
         quality |= {(penalty, gain): float(np.mean(values)) for gain, values in total.items()}
     assert quality[chosen.penalty, chosen.gain] > max(quality.values()) - 0.003
     assert max(quality.values()) - min(quality.values()) > 0.02  # the choice matters
-    # The linear part itself is fitted without the validation samples.
+    # The linear part is fitted without the validation samples.
     expected, usual = exact(x[:600], y[:600], chosen.penalty), y[:600].toarray().mean(axis=0)
     expected[:-1] *= chosen.gain
     expected[-1] = usual + chosen.gain * (expected[-1] - usual)
@@ -139,7 +139,7 @@ def test_an_earlier_linear_part_is_kept_unless_the_samples_improve_it():
     x, y = drawn(1000, 400, 12)
     held_out, final = linear.fit(x[:600], y[:600], 0.7), linear.fit(x[:700], y[:700], 0.7)
     start = linear.Start(held_out, final, complete=True, same_samples=False)
-    # On the samples that the start was fitted on, a new fit is not better, so the start is kept.
+    # A new fit on the samples used to fit the start is not better, so the start is kept.
     same = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start)
     assert same.penalty == np.inf
     assert np.array_equal(same.part.weight, held_out.weight)
@@ -151,7 +151,7 @@ def test_an_earlier_linear_part_is_kept_unless_the_samples_improve_it():
         found = linear.choose(x[:600], y[:600], x[600:700], y[600:700], again)
         assert (found.penalty == np.inf) == kept
     assert found.part is strong[0]
-    # For permuted labels, the start is wrong, so it is not kept.
+    # If the labels are permuted, the start is wrong, so it is not kept.
     z = sparse.csr_array(y.toarray()[:, ::-1])
     other = linear.choose(x[:600], z[:600], x[600:700], z[600:700], start)
     assert other.penalty < np.inf
@@ -215,7 +215,8 @@ def test_the_better_model_gets_the_larger_share():
     truth = y.toarray().astype(np.float32)
     good = truth + 0.4 * random.normal(size=truth.shape).astype(np.float32)
     bad = random.normal(size=truth.shape).astype(np.float32)
-    # A model that returns noise has a scale near 0, so its share is arbitrary. Its weight includes the scale.
+    # The fitted scale of a noise model is near 0, so its share is arbitrary. Its weight, which includes the
+    # scale, is not.
     one = linear.fit_mixture(loss, good, torch.from_numpy(bad), y)
     assert one.share == 1
     other = linear.fit_mixture(loss, bad, torch.from_numpy(good), y)
@@ -223,7 +224,7 @@ def test_the_better_model_gets_the_larger_share():
     second = truth + 0.4 * random.normal(size=truth.shape).astype(np.float32)
     both = linear.fit_mixture(loss, good, torch.from_numpy(second), y)
     assert 0 < both.share < 1
-    # Both models have similar scales, so the ratio of their weights is that of their shares.
+    # Both models have similar scales, so the ratio of their weights is close to the ratio of their shares.
     assert both.linear / both.network == pytest.approx(both.share / (1 - both.share), rel=0.3)
     # If both models are equal, the linear part gets all the weight, because it is refitted on more samples.
     assert linear.fit_mixture(loss, good, torch.from_numpy(good), y).share == 1

@@ -1,4 +1,4 @@
-"""Runs used from Python: predictions match the command line, models are exported, and runs continue."""
+"""Runs used from Python: they predict the same as on the command line, are exported, and are continued."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from torchlml_lab.recommend import item_weights, sweep
 from torchlml_lab.recommend.histories import Users, read, set_aside, some_users
 from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
 
-GROUPS, SIZE, HAS = 4, 30, 12  # each user has 12 of the 30 items of one group
+GROUPS, SIZE, HAS = 4, 30, 12  # each user has 12 of the 30 items in one group
 
 
 def write_pairs(path, users=120, seed=0):
-    """Write a file in which users of four groups have items of their group, and return its path."""
+    """Write a file in which each user has items from one of four groups, and return its path."""
     draw = random.Random(seed)
     lines = []
     for user in range(users):
@@ -40,7 +40,7 @@ def write_pairs(path, users=120, seed=0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A directory with files of pairs and a run of each model."""
+    """A directory with files of user-item pairs and one run per model."""
     place = tmp_path_factory.mktemp("recommend")
     train = write_pairs(place / "train.txt")
     draw = random.Random(9)
@@ -87,7 +87,7 @@ def run_of(folder, model):
 
 @pytest.mark.parametrize("model", ["autoencoder", "matrix-factorization"])
 def test_a_model_finds_the_items_of_a_users_group(folder, model):
-    # Of the 108 items that a user does not have, 20 are recommended, so the recall by chance is 0.19.
+    # Of the 108 items that a user does not have, 20 are recommended, so chance would give a recall of 0.19.
     assert run_of(folder, model)["test"]["recall@20"] > 0.7
 
 
@@ -165,7 +165,7 @@ def test_predict_uses_the_items_of_new_users_and_falls_back_to_popular_items(fol
     assert [int(counts[have.items.index(item)]) for item in stranger["items"]] == counts.topk(
         5
     ).values.tolist()
-    # Without items, a new user is unknown to matrix factorization too.
+    # A new user without items is also unknown to matrix factorization.
     assert cli.main(["predict", str(folder / "matrix-factorization"), "--users", "new", "u3"]) == 0
     said = capsys.readouterr().out
     assert "1 of 2 users are unknown" in said
@@ -413,7 +413,7 @@ def test_the_default_is_at_least_as_good_on_validation_as_every_model(default_ru
     choice = json.loads((default_run / "choice.json").read_text())
     assert sum(choice["weights"].values()) == 1
     assert set(choice["weights"]) == set(choice["factors"]) <= set(found)
-    # The report repeats the result.
+    # `evaluate` reports the stored test result.
     assert cli.main(["evaluate", str(default_run)]) == 0
     said = capsys.readouterr().out
     numbers = re.findall(r"^auto +(.*)$", said[said.index("recall ") :], re.MULTILINE)[0].split()

@@ -1,4 +1,4 @@
-"""The models and metrics of recommendation, compared with direct computations."""
+"""Recommendation models and metrics, compared with direct computations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_matrix_factorization_scores_are_cosines_over_the_temperature():
 
 
 def random_pairs(users, items, seed=0, share=0.3, new_to=None):
-    """Random pairs and their matrix (users, items), without the pairs in the matrix `new_to`."""
+    """Return random pairs, except those in the matrix `new_to`, and their matrix of shape (users, items)."""
     matrix = torch.rand(users, items, generator=torch.Generator().manual_seed(seed)) < share
     if new_to is not None:
         matrix &= new_to == 0
@@ -180,7 +180,7 @@ def test_the_graph_filter_of_a_single_item_has_no_low_pass_part():
 
 
 def dense_propagation(matrix, layers):
-    """The mean of the powers of the symmetrically normalized adjacency matrix, in float64."""
+    """Return the mean of powers 0 to `layers` of the normalized adjacency matrix, in float64."""
     users, items = matrix.shape
     a = torch.zeros(users + items, users + items, dtype=torch.float64)
     a[:users, users:], a[users:, :users] = matrix, matrix.T
@@ -231,8 +231,8 @@ def test_new_users_get_the_vector_that_the_layers_would_give_them():
     torch.manual_seed(0)
     model = MatrixFactorization(11, 7, 3, 0.2, -1.0, graph(have), 2).eval()
     items = torch.tensor([1, 2, 5])
-    # A new user sends no messages to items, so the vectors of the items are those of the layers before the
-    # last one.
+    # A new user sends no messages to items, so the new user's vector is computed from the item vectors before
+    # the last layer.
     sent = (dense_propagation(matrix, 1) @ torch.cat([model.user, model.item]).double())[11:]
     vector = (sent[items] * matrix.sum(0)[items, None].rsqrt()).sum(0)
     item = model.vectors()[1].double()
@@ -262,7 +262,7 @@ def test_topk_softmax_is_a_weighted_softmax_with_the_exact_threshold():
         total = 0.0
         for row, items, weight in zip(logits, lists, fixed, strict=True):
             total += sum(weight[i] * (np.log(np.exp(row).sum()) - row[i]) for i in items)
-        return total / 2  # the row without labels does not count
+        return total / 2  # the row without labels is ignored
 
     leaf = x.clone().requires_grad_()
     found = topk_softmax(leaf, labels, k, width)

@@ -81,15 +81,15 @@ def test_recall_by_hand(tmp_path):
     image = Drawn("1", boxes, [0, 1, 2, 3, 4], relations)
     batch = GraphBatches(datasets.read_visual_genome(write_vg(tmp_path, [image]))[0])[0]
     scores = torch.zeros(20, 4)
-    scores[:, 3] = torch.arange(20) + 10.0  # an unobserved predicate ranks first on every edge but 0-1
+    scores[:, 3] = torch.arange(20) + 10.0  # an unobserved predicate ranks first on all edges except 0-1
     scores[0, 0] = 100  # an observed predicate ranks first overall
     scores[0, 1] = 50  # the second observed predicate ranks second overall
-    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # the third ranks below the unobserved ones
+    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # the third ranks below all unobserved predicates
     scored = list(score(lambda batch: scores, [batch], Accelerator(cpu=True)))
     found = measure(scored)
     per_predicate, images = measure_predicates(scored, 4)
-    # With the constraint, 0-1 keeps only predicate 0, and 2-3 keeps predicate 3. Without it, the observed
-    # relations have ranks 0, 1 and 21.
+    # With the constraint, 0-1 keeps only predicate 0, and 2-3 keeps only predicate 3. Without the constraint,
+    # the observed relations have ranks 0, 1 and 21.
     assert [found[name] for name in RECALLS] == pytest.approx([1 / 3] * 3 + [2 / 3, 1, 1])
     assert per_predicate[:, :3].tolist() == [[1, 0, 0]] * 3 + [[1, 1, 0]] + [[1, 1, 1]] * 2
     assert per_predicate[:, 3].isnan().all()
@@ -150,7 +150,7 @@ def test_the_shift_of_the_bias_is_added_to_the_scores(training):
 
 
 def test_the_masks_are_convolved(training):
-    """The result matches torch's convolution of one edge at a time."""
+    """The result matches torch's convolution applied to one edge at a time."""
     batch = GraphBatches(training).__getitems__(range(3))
     drawn = masks(*batch.boxes[batch.edges].unbind(1))
     model = MotifNet(5, 4, None, None, None, 16, 0.2)
@@ -347,7 +347,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_run(capsys, vg, whole, 
 
     def stop(*arguments):
         steps.append(1)
-        if len(steps) == 6 + 8:  # after the forecast, in the middle of the third epoch of three steps each
+        if len(steps) == 6 + 8:  # after the forecast's 6 steps, in the middle of the third epoch of 3 steps
             raise RuntimeError("The power is gone.")
         return plain(*arguments)
 

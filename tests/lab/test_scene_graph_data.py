@@ -25,7 +25,7 @@ SMALL = [
 
 
 def triples(graphs):
-    """Return each image's relations as (subject box, object box, predicate), with coordinates and names."""
+    """Map each image to its relations: (subject box, subject, predicate, object box, object)."""
     found = {}
     for i, name in enumerate(graphs.names):
         first, last = graphs.box_offsets[i : i + 2].tolist()

@@ -14,7 +14,7 @@ from tests.support.command_lines import made
 from tests.support.tagged_texts import tagged_texts, write_texts
 from torchlml_lab import cli, plots
 
-# The command that reads each file. A finished run has a result and is not trained again.
+# The command that reads each file. "resume finished" resumes a run that already has its result.
 FILES = {
     "run.json": "predict",
     "settings.json": "predict",
@@ -26,7 +26,7 @@ FILES = {
     "metrics.jsonl": "resume",
     "failed.json": "resume",
 }
-# Words from error messages of Python, torch and json, which must not reach the user.
+# Words from raw error messages of Python, torch and json, which must not be shown to the user.
 RAW = ("NoneType", "object is", "object has", "argument", "Error", "unexpected", "indices", "Expecting")
 
 
@@ -44,7 +44,7 @@ def tampered(text: str) -> Iterator[str]:
     yield from ("", text[: len(text) // 2], "null\n", "[]\n", "3\n", "{}\n")
     first, *others = text.splitlines() if text.startswith('{"') else [text]
     values: dict[str, Any] = json.loads(first)
-    # All numbers in a file are read in the same way, so only three are changed, because a run takes seconds.
+    # All numbers in a file are read in the same way. Only three are changed, because each run takes seconds.
     alike = [name for name, value in values.items() if isinstance(value, float)][3:]
     for name, value in values.items():
         if name in alike:
@@ -62,7 +62,7 @@ def tampered(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_in_a_one_line_error(run, tmp_path, capsys, monkeypatch, name):
-    # The figure of the report does not depend on these files, and drawing it would take most of the time.
+    # The figure in the report does not depend on these files, and drawing it would take most of the time.
     monkeypatch.setattr(plots, "draw_recall_and_calibration", lambda *_, **__: None)
     copy, data = tmp_path / "run", str(run.parent / "train.csv")
     words = ["predict", str(copy), "--data", data]
