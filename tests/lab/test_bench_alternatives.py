@@ -59,7 +59,7 @@ class _SlopeOff(torch.autograd.Function):
 
 
 def _solved(row: list[float], k: int, share: Callable[[mpmath.mpf], mpmath.mpf]) -> list[float]:
-    """Return share(x - b) for every entry x. Bisection with 60 digits finds b such that the sum is k."""
+    """Return share(x - b) for every entry x, with b from a 60-digit bisection that makes the sum k."""
     with mpmath.workdps(60):
         x = [mpmath.mpf(value) for value in row]
         low, high = min(x) - 50, max(x) + 50

@@ -28,7 +28,7 @@ QUICK: Any = {"hidden": 0, "epochs": 8, "learning_rate": 0.1, "batch_size": 32, 
 
 
 def rows(count: int = 240) -> tuple[Any, Any]:
-    """Return features and multi-hot labels. Each sample has the 1 to 3 labels with the highest linear scores."""
+    """Return features and multi-hot labels: for each sample, the 1 to 3 labels with the highest scores."""
     random = np.random.default_rng(0)
     x = random.normal(size=(count, 8))
     order = np.argsort(-(x @ random.normal(size=(8, 6))), axis=1)

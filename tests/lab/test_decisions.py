@@ -1,4 +1,4 @@
-"""Predicted sets of labels: the rules match their definitions, and the metrics match scikit-learn."""
+"""Predicted label sets: the rules match their definitions, and the metrics match scikit-learn."""
 
 from __future__ import annotations
 

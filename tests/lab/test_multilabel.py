@@ -390,7 +390,7 @@ def test_large_feature_indices_take_no_memory():
 
 
 def test_temperature_calibrates_probabilities():
-    """If labels are drawn with probabilities lml(x, k), the best temperature for the logits c * x is c."""
+    """If labels are drawn with probabilities lml(x, k), the best temperature for logits c * x is about c."""
     logits = torch.randn(3000, 12) * 1.5
     observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
     for factor in (4.0, 0.5):

@@ -138,7 +138,7 @@ def test_every_bias_is_tuned_separately(tmp_path):
     biases = ("counted", "leave-one-out", "outside", "none")
     settings = SweepSettings(methods=("lml-20",), biases=biases, seeds=(0, 1), tuned=path, run=common)
     runs = grid(settings)
-    # Leave-one-out was not tuned, so it uses the rate of the default bias.
+    # Leave-one-out was not tuned, so it uses the learning rate tuned for the default bias.
     assert [run.learning_rate for run in runs] == [2e-3, 2e-3, 2e-3, 1e-3] * 2
     assert [run.seed for run in runs] == [0] * 4 + [1] * 4
     assert [run.counts is not None for run in runs[:4]] == [False, False, True, False]

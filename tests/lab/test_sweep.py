@@ -1,4 +1,4 @@
-"""A sweep writes one CSV, skips finished runs, survives interruptions, and tunes on validation only."""
+"""A sweep writes one CSV, skips finished runs, survives interruptions, and tunes only on validation data."""
 
 import csv
 import json

@@ -58,7 +58,7 @@ def test_the_reference_solution_is_right(problem: Problem, dtype: torch.dtype) -
     row = problem.truth(dtype)
     y, nu = truth.solve_with_mpmath(problem.row(dtype).double().tolist(), problem.k)
     assert max(abs(float(a - mpmath.mpf(b))) for a, b in zip(y, row.y.tolist(), strict=True)) < 1e-14
-    if row.sum_w > 1e-90:  # in a wider gap, even 120 digits are not enough
+    if row.sum_w > 1e-90:  # in a wider gap, even 120 digits do not determine nu
         assert abs(float(nu) - row.nu) <= 1e-15 * max(1.0, abs(row.nu))
 
 
@@ -94,7 +94,8 @@ def test_values(problem: Problem, dtype: torch.dtype) -> None:
 @each(PROBLEMS)
 @each_dtype
 def test_order(problem: Problem, dtype: torch.dtype) -> None:
-    # Proposition 1 of the paper: y preserves the order of x, even far below the guaranteed accuracy.
+    # Proposition 1 of the paper: y preserves the order of x, even where values differ by less than the
+    # guaranteed accuracy.
     x, order = problem.row(dtype), problem.row(dtype).argsort()
     for y in (torchlml.lml(x, problem.k), torchlml.log_lml(x, problem.k)):
         assert bool((y[order][1:] >= y[order][:-1]).all())

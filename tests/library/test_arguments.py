@@ -1,4 +1,4 @@
-"""Invalid arguments raise the right exception, which names the argument, its value and what is accepted."""
+"""Invalid arguments raise the right exception, which names the argument, its value and accepted values."""
 
 from __future__ import annotations
 

@@ -62,9 +62,13 @@ HOSTILE: dict[str, tuple[Tensor, Any, Any]] = {
     "k close to 0": (random(64, 16), 1e-6, None),
     "k per row": (3 * random(64, 16), torch.linspace(0, 16, 64, dtype=F64), None),
     "capacity 0": (random(5, 4), 1, torch.tensor([0.0, 1.5, 1.5, 2.0], dtype=F64)),
-    "capacity of all rows": (random(5, 4), 2, torch.tensor([0.0, 5.0, 2.0, 3.0], dtype=F64)),
+    "capacity = number of rows": (random(5, 4), 2, torch.tensor([0.0, 5.0, 2.0, 3.0], dtype=F64)),
     "capacity close to 0": (random(50, 4), 2, torch.tensor([1e-6, 30.0, 30.0, 40 - 1e-6], dtype=F64)),
-    "capacity close to all rows": (random(50, 4), 2, torch.tensor([50 - 1e-6, 20, 20, 10 + 1e-6], dtype=F64)),
+    "capacity close to the number of rows": (
+        random(50, 4),
+        2,
+        torch.tensor([50 - 1e-6, 20, 20, 10 + 1e-6], dtype=F64),
+    ),
     "unequal capacities": (3 * random(512, 4), 2, torch.tensor([10.0, 500.0, 100.0, 414.0], dtype=F64)),
     "magnitude 1e300": (1e300 * random(6, 3), 1, None),
 }
@@ -90,7 +94,7 @@ def test_nearly_hard_assignments_in_float32() -> None:
 
 
 def tight(last: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a problem in which 32 rows share four columns, each with `last` above the minimum capacity."""
+    """Return a problem in which 32 rows may use only four columns, whose capacity is 16 + `last` each."""
     mask = torch.ones(256, 16, dtype=torch.bool)
     mask[:32, 4:] = False
     first = torch.full((4,), 16.0 + last, dtype=F64)

@@ -188,7 +188,7 @@ def test_errors_on_all_processes(group: Group) -> None:
 
 
 class Mixture(nn.Module):
-    """A linear gate and four linear experts, two per token."""
+    """A linear gate and four linear experts, of which each token uses two."""
 
     def __init__(self, group: Group | None) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Mixture(nn.Module):
 
 
 def _trained(model: nn.Module, rows: slice) -> list[float]:
-    """Train for three steps on these rows of fixed batches, and return the losses."""
+    """Train for three steps on the given rows of three fixed batches, and return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for seed in range(3):

@@ -41,7 +41,7 @@ def test_special_rows_with_bounds(dtype: torch.dtype) -> None:
 
 
 def test_the_sign_of_the_threshold_decides() -> None:
-    # With half a million entries at 1 - 2e-9, a float32 sum loses the digits that decide if it exceeds k.
+    # For half a million entries at 1 - 2e-9, a float32 sum loses the digits that tell whether it exceeds k.
     x = torch.full((500_001,), 20.0)
     x[0] = 0.0
     missing = 500_000 * math.exp(-20)

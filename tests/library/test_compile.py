@@ -99,9 +99,9 @@ def test_compile_with_inductor(call: str) -> None:
 
 @each_name
 def test_compile_if_ci_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilation works if CI is set.
+    """Compilation works if the environment variable CI is set.
 
-    Inductor then rejects operators that have a decomposition but no lowering.
+    With CI set, Inductor rejects operators that have a decomposition but no lowering.
     """
     monkeypatch.setenv("CI", "true")
     for operator in (operators.solve, operators.forward, operators.log_forward):

@@ -36,7 +36,7 @@ def test_the_entmax_package_agrees() -> None:
     entmax = pytest.importorskip("entmax", reason="the package entmax is not installed")
     x = torch.randn(20, 50, dtype=torch.float64) * 3
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1), entmax.sparsemax(x, -1))
-    # The budget of entmax is an upper limit on the sum, which is active for these rows.
+    # In entmax, the budget is an upper limit on the sum. It is active for these rows.
     budget = entmax.budget_bisect(x, budget=5, dim=-1, n_iter=80)
     assert bool((x.clamp(0, 1).sum(-1) >= 5).all())
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 5), budget, rtol=0, atol=1e-9)
@@ -63,7 +63,13 @@ SPECIAL: list[tuple[str, list[float], float, list[float], dict[str, Any]]] = [
     ("p = 1 < k", [0.0, INF, 0.0], 2, [0.5, 1, 0.5], {}),
     ("p = k", [0.0, INF, 3.0, INF], 2, [0, 1, 0, 1], {}),
     ("p > k", [0.0, INF, 3.0, INF, INF], 2, [0, 2 / 3, 0, 2 / 3, 2 / 3], {}),
-    ("+inf share by their bounds", [0.0, INF, INF, INF], 1, [0, 0.2, 0.4, 0.4], {"upper": [1, 0.2, 1, 1]}),
+    (
+        "+inf entries share k up to their bounds",
+        [0.0, INF, INF, INF],
+        1,
+        [0, 0.2, 0.4, 0.4],
+        {"upper": [1, 0.2, 1, 1]},
+    ),
     ("bounds of 0", [5.0, 0.0, 0.0], 1, [0, 0.5, 0.5], {"upper": [0, 1, 1]}),
     ("NaN", [0.0, NAN, 1.0], 1, [NAN] * 3, {}),
     ("NaN, k = 0", [0.0, NAN, 1.0], 0, [NAN] * 3, {}),
@@ -123,7 +129,7 @@ def test_rounding_of_bounds_that_sum_to_k_is_tolerated() -> None:
 @pytest.mark.parametrize("excess", [1e-15, 1e-9, 3e-8, 1e-7, 9e-7])
 @each_dtype
 def test_many_entries_that_barely_exceed_their_caps(dtype: torch.dtype, excess: float, ties: int) -> None:
-    # Without caps, exp(x + nu) of the tied entries would be 1 + excess. The excess removed by the caps goes
+    # Without caps, exp(x + nu) would be 1 + excess for the tied entries. The excess removed by the caps goes
     # to the one free entry.
     x = torch.zeros(ties + 1, dtype=dtype)
     x[-1] = -1.0

@@ -107,7 +107,7 @@ def _is_left(x: Tensor) -> Tensor:
 
 
 def test_inference_mode_takes_the_fast_path() -> None:
-    k = 2.71  # no other test puts this number into the cache of scalars
+    k = 2.71  # no other test puts this number into the scalar cache
     with torch.inference_mode():
         inside = fast_lml(X, k, -1)
         assert inside is not None

@@ -194,13 +194,14 @@ def test_half_gradients(problem: Problem, dtype: torch.dtype) -> None:
     step = torch.finfo(dtype).eps
     for name, expected in (("lml", row.lml_gradient(g)), ("log_lml", row.log_lml_gradient(g))):
         dx, _ = backward(name, problem, dtype)
-        # y and log y are saved in the narrow dtype, which limits the accuracy to a few rounding errors.
+        # y and log y are saved in the 16-bit dtype, which limits the accuracy to a few rounding errors.
         assert np.abs(dx - expected[0]).max() <= 2 * step * np.abs(g).max()
 
 
 @each_dtype
 def test_hardest_examples_keep_their_gradient(dtype: torch.dtype) -> None:
-    # Five wrong labels lead by 40. With log(y + 1e-8), the gradient at the true label would be only 0.0071.
+    # The logits of five wrong labels exceed all others by 40. With log(y + 1e-8), the gradient at the true
+    # label would be only 0.0071 in magnitude.
     x = torch.zeros(100, dtype=dtype)
     x[:5] = 40
     x.requires_grad_()
@@ -222,7 +223,7 @@ def test_saturated_rows(gap: float, dtype: torch.dtype) -> None:
     assert float(dx.abs().max()) <= 1e-30
     assert bool(dk.isfinite())
     (dx,) = torch.autograd.grad(torchlml.log_lml(x, k), x, g)
-    # The two entries next to the gap share the change of the threshold: d nu/dx = (-1/2, -1/2) there.
+    # The two entries next to the gap share the change in the threshold: d nu/dx = (-1/2, -1/2) there.
     torch.testing.assert_close(dx, torch.tensor([0, 0, -7.5, -3.5, 5, 6], dtype=dtype), rtol=1e-4, atol=1e-4)
     (dx,) = torch.autograd.grad(torchlml.lml_dual(x, k), x)
     torch.testing.assert_close(dx, torch.tensor([0, 0, -0.5, -0.5, 0, 0], dtype=dtype), rtol=1e-4, atol=1e-6)

@@ -40,7 +40,7 @@ def test_hops(name: str) -> None:
 
 @in_processes(2)
 def test_hops_of_a_dtensor(group: dist.ProcessGroup) -> None:
-    """A quarter of these functions belong to the rounds of the distributed solver."""
+    """A quarter of the counted functions belong to the rounds of the distributed solver."""
     Limit(functions=43, files=9).check(hops(dtensor_call(init_device_mesh("cpu", (2,)))))
 
 

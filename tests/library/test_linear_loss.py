@@ -211,7 +211,7 @@ def test_autocast(reduction: str) -> None:
 def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
     """Small gradients are accurate if the loss is scaled. Without scaling, float16 would round them to 0."""
     rows, labels, scale = 64, 20_000, 2.0**12
-    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels have similar effects on h
+    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels have similar weights
     target = torch.randint(labels, (rows,))
     seed = torch.full((rows,) if reduction == "none" else (), scale / (1 if reduction == "mean" else rows))
     exact = [t.half().double().requires_grad_() for t in (h, w)]
@@ -339,11 +339,11 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
     assert [i for chunk in chunks for i in range(rows)[chunk]] == list(range(rows))
 
 
-@pytest.mark.skipif(not measurable(), reason="peak memory can only be read on Linux")
+@pytest.mark.skipif(not measurable(), reason="measuring memory requires Linux with the GNU C library")
 @pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch keeps temporaries in addition to the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
-    """Both batch sizes need at most 64 MiB plus 10%. Without chunks, memory would grow with the batch."""
+    """For either batch size, a step needs at most 64 MiB plus 10% in addition to the weight's gradient."""
     # Run in a new process, so that memory left in the heap by other tests is not counted.
     code = f"""
 import torch, torchlml

@@ -26,7 +26,7 @@ INF, NAN = math.inf, math.nan
 LONG, PIECE = 131_072, 32_768  # `long_row` and `piece_size` in csrc/kernels.h
 THREADS = (1, 2, 3, 7)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Lengths around the minimum for long rows, around a multiple of the piece size, and far above.
+# Lengths around the minimum for long rows, around a multiple of the piece size, and far above both.
 SIZES = [LONG - 1, LONG, LONG + 1, 5 * PIECE - 1, 5 * PIECE, 5 * PIECE + 1, 500_009]
 
 

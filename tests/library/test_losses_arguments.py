@@ -1,4 +1,4 @@
-"""Invalid arguments of losses and metrics raise clear errors, and unusual but valid arguments work."""
+"""Invalid arguments to losses and metrics raise clear errors, and unusual but valid arguments work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchlml.metrics import SceneGraphRecall, TopKRecall, topk_recall
 X, Y = torch.zeros(3, 6), torch.tensor([0, 1, 2])
 META = torch.device("meta")
 
-# name -> logits, target, settings, the exception, words in its message
+# name -> logits, target, settings, the exception, and words in its message
 WRONG = {
     "logits are a list": ([[0.0]], Y, {}, TypeError, ["`logits`", "list", "Tensor"]),
     "logits are None": (None, Y, {}, TypeError, ["`logits`", "NoneType", "Tensor"]),

@@ -87,7 +87,10 @@ def test_smooth_svm_of_a_thousand_classes_matches_a_loop_over_classes(k, dtype):
 
 
 def summed_smooth_svm(s, y, k, reduction):
-    """Return the loss from P[S = k] / P[S = k - 1]. S is a sum of Bernoulli variables, one per class."""
+    """Return the loss from P[S = k] / P[S = k - 1].
+
+    S is a sum of independent Bernoulli variables, one per class.
+    """
     x = s.double() / k
     own, others = x.gather(1, y[:, None])[:, 0], x.scatter(1, y[:, None], -math.inf)
     nu = torchlml.lml_dual(others.detach(), k - 0.5)[:, None]
@@ -164,7 +167,8 @@ def test_truncated_entropy_at_every_rank_of_the_label(k):
         loss = torchlml.truncated_entropy_loss(f, torch.tensor(label), k)
         expected = plain_truncated_entropy(f.tolist(), {label}, k)
         assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
-        # Beyond rank k, the loss is at least log 2. Dropping k competitors instead of k - 1 would give less.
+        # If the label is not in the top k, the loss exceeds log 2. If k competitors were dropped,
+        # not only k - 1, it might not.
         if 10 - label > k:
             assert loss.item() > math.log(2)
 

@@ -81,8 +81,8 @@ def test_derivatives_of_the_lml_loss_in_special_rows():
     inf = math.inf
     x = torch.tensor(
         [
-            [inf, inf, inf, 0.0, 1.0],  # three tie for two positions
-            [inf, 0.0, 1.0, 2.0, -inf],  # one is certain, one is absent
+            [inf, inf, inf, 0.0, 1.0],  # three entries at +inf share k = 2
+            [inf, 0.0, 1.0, 2.0, -inf],  # y is 1 for the first entry and 0 for the last
             [1.0, -inf, -inf, 2.0, -inf],  # only k entries are not -inf
         ],
         dtype=torch.float64,

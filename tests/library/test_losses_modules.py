@@ -1,4 +1,4 @@
-"""The loss modules: stored settings, representation, moving, copying and pickling."""
+"""The loss modules: their settings, repr, device and dtype changes, copies and pickling."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ every = pytest.mark.parametrize("name", METRICS)
 
 
 def truth(measure, scores, observed, mask, k):
-    """Return the ratio of two sums over rows. Tied scores are averaged over all possible rankings."""
+    """Return the ratio of two sums over rows. A row with ties is averaged over all possible rankings."""
     found = possible = 0.0
     for row, labels, available in zip(scores.tolist(), observed, mask, strict=True):
         entries = available.nonzero().flatten().tolist()

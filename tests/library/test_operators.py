@@ -16,7 +16,7 @@ Arguments = tuple[Tensor | float | bool | None, ...]
 
 @functools.cache
 def _inputs(ragged: bool, dtype: torch.dtype) -> dict[str, Arguments]:
-    torch.manual_seed(0)  # the first call happens during collection
+    torch.manual_seed(0)  # no fixture seeds the first call, which happens during collection
     offsets = OFFSETS if ragged else None
     x = torch.randn(12, dtype=dtype) if ragged else torch.randn(4, 6, dtype=dtype)
     mask = torch.arange(x.numel()).view(x.shape) % 5 > 0

@@ -82,7 +82,7 @@ def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
 
 @in_processes(2, 3)
 def test_problems_against_the_truth(group: Group) -> None:
-    """Results match the exact solutions. With three processes, rows are sorted and use the other dtype."""
+    """Results match the exact solutions. With three processes, rows are sorted and dtypes are swapped."""
     size = dist.get_world_size(group)
     for i, problem in enumerate(SHORT):
         dtype, limit = ((torch.float32, 1e-6), (torch.float64, 1e-11))[(i + size) % 2]

@@ -30,7 +30,7 @@ def _wide(value: float) -> torch.Tensor:
 
 
 def target(n: int, fraction: float) -> float:
-    """Return k as a fraction of n. Half of the values are rounded: y is nearly binary only for integer k."""
+    """Return k = fraction * n, rounded if fraction > 1/2, because y is nearly binary only for integer k."""
     k = fraction * n
     return float(round(k)) if fraction > 0.5 and n > 1 else k
 
@@ -80,7 +80,7 @@ def test_complement(row: list[float], fraction: float, dtype: torch.dtype) -> No
 @given(ROW, FRACTION, DTYPE, st.sampled_from([-1e7, -4096.0, 0.5, 1e5, 1e7]))
 def test_shift_invariance(row: list[float], fraction: float, dtype: torch.dtype, shift: float) -> None:
     shifted = torch.tensor(row, dtype=dtype) + shift
-    x = (shifted.double() - shift).to(dtype)  # the row as rounded by the shift
+    x = (shifted.double() - shift).to(dtype)  # the row after the rounding caused by the shift
     k = target(len(row), fraction)
     assert float((torchlml.lml(x, k) - torchlml.lml(shifted, k)).abs().max()) <= 2 * limit(dtype)
 

@@ -1,4 +1,4 @@
-"""Invalid arguments of the related operators raise errors that name the argument."""
+"""Invalid arguments to the related operators raise errors that name the argument."""
 
 from __future__ import annotations
 

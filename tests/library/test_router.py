@@ -1,4 +1,4 @@
-"""`TopKRouter`: training balance, causal inference, token dropping, dtypes, state, and invalid arguments."""
+"""`TopKRouter`: balanced training, causal inference, token dropping, dtypes, state, and invalid arguments."""
 
 from __future__ import annotations
 

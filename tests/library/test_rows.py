@@ -1,4 +1,4 @@
-"""Row reductions of dense and jagged batches, plain and differentiable, compared with loops over rows."""
+"""Row reductions of dense and jagged batches, differentiable or not, match loops over rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several short rows share a SIMD vector. Each result is accurate and identical to that of the row alone."""
+"""Several short rows share a SIMD vector. Each row's result is accurate and independent of the other rows."""
 
 from __future__ import annotations
 

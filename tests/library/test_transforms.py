@@ -24,7 +24,7 @@ RAGGED_K = torch.tensor([1.0, 0.5, 2.5, 2.0], dtype=torch.float64)
 
 
 def plain(name: str, x: Tensor, k: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function near (x, k), built from PyTorch operations that autograd can differentiate."""
+    """Return the named function, valid near (x, k), built from operations that autograd can differentiate."""
     pairs = zip(x.reshape(-1, x.shape[-1]).tolist(), k.expand(x.shape[:-1]).flatten().tolist(), strict=True)
     start = torch.tensor([truth.solve(*pair).nu for pair in pairs], dtype=torch.float64).view(x.shape[:-1])
 
