@@ -22,7 +22,7 @@ def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
         rows = list(csv.DictReader(file))
     compared = {(row["operator"], row["n"], row["k"]) for row in rows}
     assert len(compared) == 5
-    # These rows are not mistaken for rows of the paper's study.
+    # These rows are not mistaken for rows from the paper's study.
     assert not paper.of_study(measurements.read(path, "--csv"))
     for row in rows:
         assert float(row["p50"]) > 0

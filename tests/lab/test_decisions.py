@@ -55,7 +55,7 @@ def test_rules_follow_their_definitions() -> None:
         odds = [np.log(p[label] / (1 - p[label])) for label in order]
         size = min(4, max(1, round(1.5 + 0.3 * odds[0] - 0.4 * odds[2])))
         assert chosen("count") == set(order[:size])
-    # Without a regression, the rule `count` chooses k labels.
+    # Without a fitted regression, the rule `count` chooses k labels.
     assert torch.equal(Decisions().decide(logits, y, K, "count"), found["top-k"])
 
 

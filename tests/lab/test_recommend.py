@@ -1,4 +1,4 @@
-"""Recommendation from files: train, evaluate and predict, killed runs, and rejected input."""
+"""Recommendation from files: training, evaluation, prediction, killed runs, and rejected input."""
 
 from __future__ import annotations
 

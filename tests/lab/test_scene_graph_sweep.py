@@ -78,7 +78,7 @@ def test_finished_runs_are_skipped(capsys, vg, swept):
     said = capsys.readouterr().out
     assert "5 runs, 5 of them already finished" in said
     assert "vision-free" in said
-    # Names and numbers are not truncated, even on a terminal of 80 columns.
+    # Names and numbers are not truncated, even on an 80-column terminal.
     assert "…" not in said
     assert max(len(line) for line in said.split("\n") if not line.startswith("Results written to")) <= 80
     assert said.count("truncated-entropy-20") == 2

@@ -11,7 +11,7 @@ import torchlml
 from tests.support import truth
 from tests.support.problems import PROBLEMS, SHORT, Problem
 
-# dtype -> the largest allowed error of each y, and of a row's sum relative to max(1, k)
+# dtype -> the largest allowed error in each y, and in a row's sum relative to max(1, k)
 ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
 HALF = [torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
@@ -48,7 +48,7 @@ def check_dual(nu: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
 
 
 def threshold_limit(dtype: torch.dtype, n: int) -> float:
-    """Return the allowed error of nu. It is larger for long rows, whose partial sums may be in float32."""
+    """Return the allowed error in nu. It is larger for long rows, whose partial sums may be in float32."""
     return 1e-11 if dtype == torch.float64 else 1e-6 if n <= 2000 else 1e-5
 
 
@@ -152,7 +152,7 @@ def test_half_precision_is_rounded_once(problem: Problem, dtype: torch.dtype) ->
     row = problem.truth(dtype)
     y = torchlml.lml(x, problem.k)
     assert y.dtype == dtype
-    # A value that is accurate in float32 may round to the wrong neighbor only next to a rounding boundary.
+    # A value that is accurate in float32 may round to the wrong neighbor only near a rounding boundary.
     slack = 1e-6 * row.y * np.maximum(1.0, np.abs(row.z)) + 1e-20
     lowest, highest = (torch.from_numpy(row.y + sign * slack).to(dtype) for sign in (-1, 1))
     assert bool((lowest <= y).all())

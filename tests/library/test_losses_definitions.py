@@ -167,8 +167,8 @@ def test_truncated_entropy_at_every_rank_of_the_label(k):
         loss = torchlml.truncated_entropy_loss(f, torch.tensor(label), k)
         expected = plain_truncated_entropy(f.tolist(), {label}, k)
         assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
-        # If the label is not in the top k, the loss exceeds log 2. If k competitors were dropped,
-        # not only k - 1, it might not.
+        # If the label is not in the top k, the loss exceeds log 2. Dropping k competitors instead of k - 1
+        # could make it smaller.
         if 10 - label > k:
             assert loss.item() > math.log(2)
 

@@ -1,4 +1,4 @@
-"""First and second derivatives of the losses, by finite differences and with all PyTorch transforms."""
+"""First and second derivatives of the losses, checked by finite differences and under all transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics count correctly in models of any precision, and when a distributed process has no samples."""
+"""Metrics are correct in models of any precision, even if a distributed process has no samples."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ DTYPES = tuple(TOLERANCE)
 
 
 def rounds(call: Callable[[], object]) -> int:
-    """Count the rounds of communication in a call. `test_counting` compares the count with PyTorch's."""
+    """Count the rounds of communication in a call. `test_counting` checks it against PyTorch's count."""
     number = 0
 
     def count(*arguments: Any, **more: Any) -> None:
