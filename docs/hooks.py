@@ -161,7 +161,7 @@ def _site_name(path: str, anchor: str) -> str:
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the formulas of a page with MathML, and label the cells of its tables for phones."""
+    """Replace the formulas of a page with MathML, and label the cells of its tables for narrow screens."""
 
     def formula(match: re.Match[str]) -> str:
         display = "inline" if match[2] == "(" else "block"

@@ -12,7 +12,7 @@ fit = torch.rand(PAPERS, REVIEWERS, dtype=torch.float64)
 fit += 0.5 * torch.rand(REVIEWERS, dtype=torch.float64)  # some reviewers are a good fit for every paper
 allowed = torch.rand(PAPERS, REVIEWERS) > 0.1
 
-# The best assignment, by linear programming.
+# The best assignment, computed by linear programming.
 rows = np.kron(np.eye(PAPERS), np.ones(REVIEWERS))
 columns = np.kron(np.ones(PAPERS), np.eye(REVIEWERS))
 best = -linprog(

@@ -1,4 +1,4 @@
-"""Migrating from entmax: budget and sparsemax layers, plus caps, -inf entries, accurate half precision."""
+"""Migrating from entmax: budget and sparsemax layers, plus caps, -inf entries and accurate half precision."""
 
 import torch
 

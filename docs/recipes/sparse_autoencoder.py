@@ -12,7 +12,7 @@ atoms = F.normalize(torch.randn(LATENTS, WIDTH), dim=-1)
 
 
 def draw(count):
-    """Draw sums of 1 to 7 of the atoms, 4 on average."""
+    """Draw sums of 1 to 7 atoms, 4 on average."""
     active = torch.rand(count, LATENTS).argsort(-1) < torch.randint(1, 8, (count, 1))
     return (active * (0.5 + torch.rand(count, LATENTS))) @ atoms
 

@@ -1,4 +1,4 @@
-"""Token pruning: keep exactly k tokens of a sequence, and learn which ones from the task loss alone."""
+"""Token pruning: keep exactly k tokens of a sequence, and learn which ones using only the task loss."""
 
 import torch
 from torch import nn

@@ -82,6 +82,6 @@ def test_the_sentences_about_training_match_the_csv() -> None:
     for row in training_rows():
         if row["processes"] == 2:
             rate, memory = f"{row['samples_per_second']:,.0f}", f"{row['memory_mb'] / 1000:.1f} GB"
-            assert f"runs at {rate} samples per second and needs {memory} per process" in page
+            assert f"processes {rate} samples per second and needs {memory} per process" in page
             single = alone[row["samples"], row["labels"]]
             assert f"trains at {single['samples_per_second']:,.0f} samples per second" in page

@@ -184,9 +184,9 @@ def test_the_text_about_the_routing_study():
         f"With T = 0.1, the busiest expert has {load(ours)} times its fair share on average and "
         f"{worst(ours)} times at worst. The best other method, the auxiliary loss with a "
         f"coefficient of 1, has {load(first)} on average and {worst(first)} at worst.",
-        f"With T = 0.1, it is {low:.2f} to {high:.2f} above that without balancing, compared with "
-        f"{low_bias:.2f} to {high_bias:.2f} for loss-free bias updates with a rate of 0.01 and "
-        f"{low_other:.2f} to {high_other:.2f} for the auxiliary loss with a coefficient of 1.",
+        f"With T = 0.1, the loss is {low:.2f} to {high:.2f} higher than without balancing. It is "
+        f"{low_bias:.2f} to {high_bias:.2f} higher with loss-free bias updates at a rate of 0.01, and "
+        f"{low_other:.2f} to {high_other:.2f} higher with the auxiliary loss and a coefficient of 1.",
         f"With T = 0.01, the average load is {load(hard)}, but the loss is {differences(hard)[0]:.2f} to "
         f"{differences(hard)[2]:.2f} higher than without balancing.",
         f"the load of the busiest expert is {load(ours, inference)} with T = 0.1, compared with "
