@@ -179,7 +179,7 @@ def build(folder: Path, *command: str, **environment: str) -> subprocess.Complet
     [
         (
             {"CC": "false", "CXX": "false"},
-            r"compiling it failed \(the compiler ended with exit (status|code) 1;",
+            r"compiling it failed \(the compiler failed with exit (status|code) 1;",
         ),
         (
             {"CC": "no-such-compiler", "CXX": "no-such-compiler"},

@@ -32,7 +32,7 @@ def _difference(x: Array, anchor: float) -> tuple[Array, Array]:
 
 
 def _tails(z: Array) -> Array:
-    """Return `sigma(-|z|)`: the distance of y to the nearer of 0 and 1, with full relative accuracy."""
+    """Return `sigma(-|z|)`, the distance from y to the nearer of 0 and 1, with full relative accuracy."""
     small = np.exp(-np.abs(z))
     return np.asarray(small / (1.0 + small))
 
@@ -171,7 +171,7 @@ def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[
 
 
 def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
-    """Compute lml in the simplest way: bisection over the last dim in the dtype of x, for moderate rows."""
+    """Compute lml along the last dim by simple bisection in the dtype of x, for rows of moderate logits."""
     target = torch.as_tensor(k, dtype=x.dtype).unsqueeze(-1) if isinstance(k, torch.Tensor) else float(k)
     lower = -x.amax(-1, keepdim=True) - 50
     upper = -x.amin(-1, keepdim=True) + 50
