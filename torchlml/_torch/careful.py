@@ -86,7 +86,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
 def _begin_backward(
     grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
-    """Return the gradient in the work dtype, the prepared entries, their rows, and the mask of `moving`."""
+    """Return the gradient in the work dtype, the prepared entries, their rows, and the mask from `moving`."""
     values, rows = prepare(x, mask, offsets)
     return grad.to(values.dtype), values, rows, moving(values, nu, rows)
 

@@ -35,8 +35,8 @@ template <>
 struct Lanes<float> {
   typedef float V __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef int32_t I __attribute__((vector_size(LML_VECTOR_BYTES)));
-  typedef uint16_t H __attribute__((vector_size(LML_VECTOR_BYTES / 2)));  // the same lanes in 16 bits
-  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // the same lanes in 8 bits
+  typedef uint16_t H __attribute__((vector_size(LML_VECTOR_BYTES / 2)));  // the same number of 16-bit lanes
+  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // the same number of 8-bit lanes
 };
 template <>
 struct Lanes<double> {
