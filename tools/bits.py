@@ -160,7 +160,8 @@ def _loss(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[by
     for x, k in rows:
         if x.shape[0] < 3 or not 1 <= k < x.shape[0]:
             continue
-        # A list of labels must not be as long as the row. The amount of padding does not affect the result.
+        # A list of labels must not be as long as the row, because such a target is rejected as ambiguous.
+        # Padding does not affect the result.
         padding = [-100] * (2 if x.shape[0] == 4 else 1)
         places = torch.tensor([[0, x.shape[0] // 2, x.shape[0] - 1, *padding]])
         hot = torch.zeros(1, x.shape[0]).scatter(1, places[:, :2], torch.tensor([[1.0, 0.5]]))

@@ -43,7 +43,7 @@ def opened(browser: Any, width: int, height: int, **options: Any) -> Any:
 
 
 def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
-    """Set the state and the selected entry of the page, and return all numbers shown on it."""
+    """Set the page's state and selected entry, and return all numbers shown on the page."""
     return page.evaluate(
         "([state, entry]) => { playground.set(state, entry); return playground.read(); }", [state, entry]
     )
