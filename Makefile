@@ -33,7 +33,7 @@ demo: $(STAMP)  ## train five losses on images with missing labels and write a r
 test: $(STAMP)  ## run the linters, the type checker and all tests
 	@$(MAKE) --no-print-directory -j2 lint all-tests
 
-# `make test` runs these in parallel with the type checker, which needs one core for a minute.
+# `make test` runs this target in parallel with the type checker, which needs one core for a minute.
 all-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 

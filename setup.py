@@ -122,7 +122,7 @@ def torch_home() -> Path:
 
 
 class BuildKernel(build_ext):
-    """Builds the kernel, with one object file per instruction set. A failed build does not raise an error."""
+    """The `build_ext` command, with one object file per instruction set. A failed build raises no error."""
 
     def run(self) -> None:
         # Compute the path now, because a failed in-place build clears it.
@@ -217,7 +217,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Wheel(bdist_wheel):
-    """Builds a wheel and then decides on its platform tag, which depends on whether a kernel was built."""
+    """The `bdist_wheel` command. The wheel is platform-specific only if the build produced a kernel."""
 
     def run_command(self, command: str) -> None:
         super().run_command(command)

@@ -40,7 +40,7 @@ def atanh_series(q: Any) -> Any:
 
 def polynomials() -> list[Polynomial]:
     """Return all polynomials, in the same order as in vmath.h."""
-    half = mpmath.log(2) / 2  # exp reduces its argument to this distance from a multiple of log 2
+    half = mpmath.log(2) / 2  # exp reduces its argument to at most this magnitude
     exponents, squares = (-half, half), (mpmath.mpf(0), mpmath.mpf(1) / 9)  # 0 <= t <= 1 gives s <= 1 / 3
     return [
         Polynomial("exp, float", mpmath.exp, exponents, 6, 17),

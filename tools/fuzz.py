@@ -289,7 +289,7 @@ def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, 
     for _ in range(90):
         d = (low + high) / 2
         y = values(d)
-        # Subtract the entries at their bounds from k first, because the others may be tiny in comparison.
+        # Subtract the entries at their bounds from k first, because the other entries may be tiny.
         full = y == bound
         excess = torch.where(full, 0.0, y).sum(1, keepdim=True) > k - torch.where(full, y, 0.0).sum(
             1, keepdim=True

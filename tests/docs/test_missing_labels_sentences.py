@@ -117,7 +117,7 @@ def summary() -> list[str]:
 
 
 def losses(head: str) -> str:
-    """List the data sets on which LML is behind, with the best competitor and its lead in mAP."""
+    """List the data sets on which a competitor beats LML, with the best competitor and its lead in mAP."""
     found = [
         (name, best(name, head, SPECIALIZED), behind(name, head, "lml", SPECIALIZED))
         for name in data_sets(head)

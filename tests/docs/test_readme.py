@@ -1,4 +1,4 @@
-"""The README and other pages: snippets run, commands, links and tests exist, and numbers match results/."""
+"""The README and other pages: snippets run, named commands and tests exist, links and numbers are correct."""
 
 from __future__ import annotations
 

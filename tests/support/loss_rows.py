@@ -67,7 +67,7 @@ def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) ->
 
 
 def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
-    """Return the rows in the format that the operators take. Lists of labels contain ignored padding."""
+    """Return the rows in the format that the operators take, with padding in the lists of labels."""
     join = torch.cat if packed else torch.stack
     x = join([row.x for row in rows])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -151,7 +151,7 @@ def available(row: Special) -> list[int]:
 def check_special(
     call: Call, rows: Sequence[Special], dtype: torch.dtype, places: Callable[[Special], Sequence[int]]
 ) -> None:
-    """Check special rows in one jagged batch, once for each index in `places(row)` as the only label."""
+    """Check special rows in one jagged batch, with each index from `places(row)` in turn as only label."""
     every = [(row, j) for row in rows for j in places(row)]
     ones = [
         LabeledRow(

@@ -47,7 +47,7 @@ def draw(count: int, seed: int = 0) -> list[Drawn]:
 
 
 def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
-    """Return all tables of the file by Xu et al., with boxes for a longer image side of 1024 and 512."""
+    """Return all tables of the file by Xu et al., with boxes for images scaled to 1024 and to 512 pixels."""
     boxes: list[tuple[float, ...]] = []
     labels: list[int] = []
     relations: list[tuple[int, int]] = []

@@ -82,7 +82,7 @@ def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = No
     if mask is not None:
         alive &= np.asarray(mask, dtype=bool)
     if np.isnan(full[alive]).any() or not 0 < k < alive.sum():
-        raise ValueError("solve() is for ordinary rows; use projection() for the special ones.")
+        raise ValueError("`solve` accepts only ordinary rows. Use `projection` for special rows.")
     entries = np.minimum(full[alive], INFINITY_STAND_IN)
     anchor = float(np.sort(entries)[::-1][min(math.ceil(k), entries.size) - 1])
     values, counts = np.unique(entries, return_counts=True)  # evaluate tied entries once
@@ -171,7 +171,7 @@ def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[
 
 
 def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
-    """Compute lml along the last dim by simple bisection in the dtype of x, for rows of moderate logits."""
+    """Compute lml along the last dim by simple bisection in the dtype of x, for moderate logits."""
     target = torch.as_tensor(k, dtype=x.dtype).unsqueeze(-1) if isinstance(k, torch.Tensor) else float(k)
     lower = -x.amax(-1, keepdim=True) - 50
     upper = -x.amin(-1, keepdim=True) + 50

@@ -71,7 +71,9 @@ def check_labeled_k(k: Tensor, bound: Bound, labeled: Callable[[], Tensor]) -> N
         return
     has_label = labeled()
     if readable(has_label) and bool((has_label & ~(k.detach() > 0)).any()):
-        raise ValueError("`k` must be positive in every row that has a label, but it is 0 in at least one.")
+        raise ValueError(
+            "`k` must be positive in every row that has a label, but some of these rows have k = 0."
+        )
 
 
 def label_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | None:

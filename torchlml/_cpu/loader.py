@@ -28,7 +28,7 @@ _warned = False
 
 
 def check_torch(version: str) -> None:
-    """Raise a clear error if torch is too old, before anything else fails because of it."""
+    """Raise an error with a clear message if torch is too old, before other code fails because of it."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise _import_error(

@@ -107,7 +107,7 @@ def sigmoid(z: Tensor) -> Tensor:
 
 
 def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
-    """Compute nu for prepared rows. `solver` handles ordinary rows; all others get an infinite nu or NaN."""
+    """Compute nu for prepared rows. `solver` handles ordinary rows; in other rows, nu is infinite or NaN."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
     undefined = (rows.sum(x.isnan()) > 0) | k.isnan()

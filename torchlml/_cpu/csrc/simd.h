@@ -171,7 +171,7 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
   return greater(splat(static_cast<T>(count)), index);
 }
 
-// Computes 1 / a for 1 <= |a| < 1e37, on x86 without a division, which is the most expensive instruction here. The
+// Computes 1 / a for 1 <= |a| < 1e37. On x86, it avoids division, which would be the most expensive instruction. The
 // result is accurate to about the last digit. With `rough`, a single Newton step leaves it up to 1e-7 too close to 0.
 template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {
