@@ -2,8 +2,8 @@
 # compiler.
 PYTHON ?= python3
 VENV ?= .venv
-# Two processes with one thread each, because most tests are small and because more threads than cores would slow each
-# other down.
+# Two processes with one thread each, because most tests are small and because using more threads than cores would slow
+# the tests down.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 ifeq ($(OS),Windows_NT)
@@ -33,7 +33,7 @@ demo: $(STAMP)  ## train five losses on images with missing labels and write a r
 test: $(STAMP)  ## run the linters, the type checker and all tests
 	@$(MAKE) --no-print-directory -j2 lint all-tests
 
-# The type checker needs one core for a minute, so it runs next to the tests.
+# `make test` runs this target in parallel with the type checker, which needs one core for a minute.
 all-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -92,7 +92,7 @@ fuzz: $(STAMP)  ## compare the kernel with a float64 reference on random rows fo
 fuzz-avx512: $(STAMP)  ## like fuzz, but for the AVX-512 kernel, emulated on a processor that has only AVX2
 	$(BIN)/python tools/emulate_avx512.py tools/fuzz.py --seconds $(SECONDS)
 
-# auditwheel determines the oldest compatible Linux version and adds it to the file name. torch's library is
+# auditwheel determines the oldest compatible manylinux platform and adds it to the file name. torch's library is
 # excluded, because it is part of the torch package.
 wheel: $(STAMP)  ## build a wheel with the compiled kernel into dist/
 	rm -rf build/wheel dist/*.whl
@@ -112,7 +112,7 @@ ENVIRONMENTS ?= build/environments
 test-wheel: wheel sdist  ## audit the wheel, and test the wheel and the sdist in clean environments (kept in ENVIRONMENTS)
 	$(BIN)/python tools/test_wheel.py dist --environments $(ENVIRONMENTS)
 
-cross:  ## check the kernels with other compilers and on other processors against a float64 reference
+cross:  ## compile the kernels with other compilers and for other processors, and check their results
 	$(PYTHON) tools/cross.py
 
 docs: $(STAMP)  ## build the site into site/, treating warnings as errors

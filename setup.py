@@ -1,8 +1,9 @@
 """Build the compiled kernel if possible; all other package settings are in pyproject.toml.
 
 The kernel is optional. Without torch, without a suitable compiler, or with TORCHLML_NO_NATIVE=1, the
-installation succeeds and the library runs in pure PyTorch. The reason is printed to stderr, which pip hides,
-and written to a file next to the kernel, which `torchlml info` and the first slow call quote.
+installation succeeds and the library runs in pure PyTorch. The reason why the kernel was not built is
+printed to stderr (which pip hides) and written to a file in the kernel's directory. `torchlml info` and the
+warning on the first slow call show it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("torchlml/_cpu/csrc")
-REASON = "_absent.txt"  # next to the kernel; loader.py reads it
+REASON = "_absent.txt"  # in the directory of the kernel; loader.py reads it
 OLDEST = (2, 10)  # the first torch version whose stable ABI has all functions that bindings.cpp uses
 TARGET = f"0x{OLDEST[0]:02X}{OLDEST[1]:02X}000000000000"
 HEADER = "include/torch/csrc/stable/library.h"
@@ -77,7 +78,7 @@ def site_folders() -> Iterator[Path]:
     With pip's build isolation, installed packages cannot be imported, but the interpreter still knows their
     directories. Other tools (uv, build) create their own interpreter for the build; the target environment is
     then on PATH if it was activated. Only stable-ABI headers are read and only the name of a library is
-    linked, so a torch for any Python version works.
+    linked, so torch may be installed for any Python version.
     """
     spec = importlib.util.find_spec("torch")
     if spec and spec.origin:
@@ -104,7 +105,7 @@ def torch_version(torch: Path) -> str | None:
 
 
 def torch_home() -> Path:
-    """Return the directory of the first torch that is recent enough."""
+    """Return the directory of the first torch installation that is recent enough."""
     too_old = ""
     for folder in dict.fromkeys(site_folders()):
         version = torch_version(folder / "torch")
@@ -121,7 +122,7 @@ def torch_home() -> Path:
 
 
 class BuildKernel(build_ext):
-    """The build of the kernel, with one object per instruction set; a failed build is not an error."""
+    """The `build_ext` command, with one object file per instruction set. A failed build raises no error."""
 
     def run(self) -> None:
         # Compute the path now, because a failed in-place build clears it.
@@ -197,26 +198,26 @@ def use_clang_cl(compiler: object) -> None:
     found = shutil.which("clang-cl", path=os.pathsep.join([compiler._paths, os.environ.get("PATH", "")]))
     if found is None:
         raise NoKernel(
-            "clang-cl (listed as `C++ Clang tools for Windows` in the Visual Studio Installer), which builds "
-            "on Windows require, was not on PATH"
+            "clang-cl, which is required on Windows, was not on PATH (select `C++ Clang tools for Windows` "
+            "in the Visual Studio Installer)"
         )
     compiler.cc, compiler.compile_options = found, ["/nologo", "/DNDEBUG"]
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason why there is no kernel, as a clause in the past tense."""
+    """Return the reason why the kernel was not built, as a clause in the past tense."""
     if isinstance(error, NoKernel):
         return str(error)
     said = str(error) or type(error).__name__
     if "No such file or directory" in said:  # the missing file is the compiler, because the sources exist
-        return f"there was no C++ compiler ({said.splitlines()[0][:100]})"
+        return f"no C++ compiler was found ({said.splitlines()[0][:100]})"
     status = re.search(r"exit (?:status|code) (-?\d+)", said)
-    what = f"the compiler ended with {status[0]}" if status else said.splitlines()[0][:100]
-    return f"compiling it failed ({what}; `pip install -v` shows more)"
+    what = f"the compiler failed with {status[0]}" if status else said.splitlines()[0][:100]
+    return f"compiling it failed ({what}; `pip install -v` shows its output)"
 
 
 class Wheel(bdist_wheel):
-    """A wheel that is named only after the build, because its name shows whether it contains a kernel."""
+    """The `bdist_wheel` command. The wheel is platform-specific only if the build produced a kernel."""
 
     def run_command(self, command: str) -> None:
         super().run_command(command)

@@ -2,7 +2,7 @@
 
 Run it with `torchrun --nproc-per-node 2 examples/sharded_labels.py`. After initialization, no process holds
 the whole last layer, and no process ever holds the logits of all labels. The data set is synthetic: the
-samples of a label are random points around its center. The program prints the recall@k.
+samples of each label are random points around a center. The program prints the final loss and recall@k.
 """
 
 import torch
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
 
 def main() -> None:
-    """Train the classifier, and print its loss and recall@k."""
+    """Train the classifier, and print its last training loss and its recall@k."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("labels",))
     torch.manual_seed(0)  # the same first layer and the same batches on every process

@@ -192,7 +192,7 @@ CONTEXTS, LABELS, K = 12, 8, 3
 
 
 class Realizable:
-    """Twelve contexts, each with three true labels out of eight. Only one of them is observed in a sample.
+    """Twelve contexts, each with three true labels out of eight. Each sample shows only one of the three.
 
     The logits are a table plus a bias for each label, so the model can represent the true labels. Every label
     is true in some context.
@@ -243,7 +243,7 @@ def test_proposition_2_fails_for_sigmoids_which_collapse():
         lambda x, label: -torch.nn.functional.logsigmoid(x.gather(1, label.unsqueeze(1))).mean()
     )
     p = torch.sigmoid(logits)
-    assert loss < 0.02  # as small as with LML
+    assert loss < 0.02  # the loss is as small as with LML
     assert p.min() > 0.9  # but every label is predicted in every context
     assert torch.where(problem.true, p, 1 - p).prod(1).max() < 0.01
 

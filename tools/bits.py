@@ -114,7 +114,7 @@ def _hashes() -> Iterator[tuple[str, str]]:
 
 
 def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
-    """Yield outputs, multipliers and gradients of x and k, for equal, unequal and at-most capacities."""
+    """Yield outputs, multipliers and the gradients of x and k, for equal, unequal and at-most capacities."""
     generator = torch.Generator().manual_seed(0)
     capacity = torch.tensor([20.0, 30.0, 10.0, 40.0, 20.0, 8.0])
     for scale in (0.3, 3.0):
@@ -127,7 +127,7 @@ def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
 
 
 def _layer(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
-    """Yield outputs and gradients of x and k, for each row, each row with a mask, and a jagged batch."""
+    """Yield outputs and the gradients of x and k, for each row, each row with a mask, and a jagged batch."""
     for i, (x, k) in enumerate(rows):
         yield from _with_gradients(function, x.unsqueeze(0), torch.tensor([k], dtype=torch.float64))
         mask = torch.arange(x.shape[0]) % 7 != i % 7
@@ -150,7 +150,7 @@ def _with_gradients(
 def _bracketing(
     x: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None, offsets: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute y from the dual variable found by Algorithm 1, before it is rounded to the dtype of x."""
+    """Compute y from the dual variable that Algorithm 1 finds, not rounded to the dtype of x."""
     c = canonical(x, k, -1, mask, offsets)
     solve = functools.partial(solve_bracketing, samples=None, tolerance=None, max_iterations=100)
     return c.restore(implicit.lml(c.x, c.k, c.mask, c.offsets, solve), -1)
@@ -160,7 +160,8 @@ def _loss(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[by
     for x, k in rows:
         if x.shape[0] < 3 or not 1 <= k < x.shape[0]:
             continue
-        # A list of labels must not be as long as the row. The amount of padding does not affect the result.
+        # A list of labels must not be as long as the row, because such a target is rejected as ambiguous.
+        # Padding does not affect the result.
         padding = [-100] * (2 if x.shape[0] == 4 else 1)
         places = torch.tensor([[0, x.shape[0] // 2, x.shape[0] - 1, *padding]])
         hot = torch.zeros(1, x.shape[0]).scatter(1, places[:, :2], torch.tensor([[1.0, 0.5]]))
@@ -186,7 +187,7 @@ def _single(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
 
 
 def _linear(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
-    """Yield losses and gradients of the input, weight and bias, with one chunk and with one row per chunk."""
+    """Yield losses and the gradients of input, weight and bias, for one chunk and for one row per chunk."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((6, 16), (1000, 16), (1000,))
     parts = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]

@@ -4,7 +4,7 @@
     python tools/count_hops.py --trace    # with the functions in call order
 
 Each Python function in torchlml (in torchlml_lab for `torchlml train multilabel`) is counted once per call.
-Comprehensions are not counted, nor is the code of modules and classes that runs on import.
+Comprehensions are not counted, nor is module-level or class-level code that runs on import.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def hops(call: Callable[[], Any], package: str = "torchlml") -> list[Hop]:
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """Return the calls that the table lists."""
+    """Return the calls for the first rows of the table, by name."""
     x = torch.randn(8, 20)
     leaf = x.clone().requires_grad_()
     general = torch.randn(2, 20, 3, dtype=torch.bfloat16)
@@ -90,7 +90,7 @@ SVMLIGHT = "".join(f"{i},{j} {i}:1 {j}:0.5\n" for i, j in itertools.permutations
 
 
 def training_calls(folder: Path) -> dict[str, Callable[[], Any]]:
-    """Return calls to `torchlml train multilabel` on small files, which are written to an empty folder."""
+    """Return calls to `torchlml train multilabel` on small files, which are written to `folder`."""
     runs = itertools.count()
 
     def call(name: str, content: str) -> Callable[[], None]:
@@ -120,9 +120,9 @@ def report(name: str, found: list[Hop], trace: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Print a line for each call and, with `--trace`, its functions."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trace", action="store_true", help="list the functions")
+    parser.add_argument("--trace", action="store_true", help="also list the functions in call order")
     trace = parser.parse_args().trace
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))

@@ -27,7 +27,7 @@ FLAGS = [*LIKE_SETUP, "-O3"]
 
 @dataclass(frozen=True)
 class Target:
-    """A compiler, and the emulator that runs its programs unless they run natively."""
+    """A compiler, and an emulator for its programs if they do not run natively."""
 
     compilers: tuple[str, ...]  # the first one that is installed is used
     emulators: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ TARGETS = {
 
 
 def main() -> int:
-    """Run the given targets, or all targets. Return 1 if one does not compile or gives wrong results."""
+    """Run the given targets, or all targets. Return 1 if any of them fails, otherwise 0."""
     names = sys.argv[1:] or list(TARGETS)
     unknown = [name for name in names if name not in TARGETS]
     if unknown:

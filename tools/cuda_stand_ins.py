@@ -42,7 +42,7 @@ def _needed(library: Path) -> list[str]:
 
 
 def _symbols(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str], set[str]]:
-    """Return the undefined symbols by version, the undefined symbols without one, and the defined symbols."""
+    """Return the undefined symbols by version, those without a version, and the defined symbols."""
     wanted: dict[str, set[str]] = defaultdict(set)
     loose, defined = set(), set()
     for library in libraries:

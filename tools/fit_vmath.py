@@ -22,7 +22,7 @@ VMATH = Path(__file__).resolve().parents[1] / "torchlml" / "_cpu" / "csrc" / "vm
 
 
 class Polynomial(NamedTuple):
-    """One polynomial in vmath.h: function, interval, number of coefficients, and number of digits."""
+    """One polynomial in vmath.h: function, interval, number of coefficients, and digits per coefficient."""
 
     name: str
     function: Callable[[Any], Any]
@@ -40,7 +40,7 @@ def atanh_series(q: Any) -> Any:
 
 def polynomials() -> list[Polynomial]:
     """Return all polynomials, in the same order as in vmath.h."""
-    half = mpmath.log(2) / 2  # exp: the largest distance to the nearest multiple of log 2
+    half = mpmath.log(2) / 2  # exp reduces its argument to at most this magnitude
     exponents, squares = (-half, half), (mpmath.mpf(0), mpmath.mpf(1) / 9)  # 0 <= t <= 1 gives s <= 1 / 3
     return [
         Polynomial("exp, float", mpmath.exp, exponents, 6, 17),

@@ -25,11 +25,11 @@ from torchlml._cpu import loader
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INF = math.inf
-# Guaranteed limits for the errors of y, of log y relative to max(1, |log y|), and of the sum of y relative to
-# max(1, k).
+# Guaranteed error limits. VALUE is for y, and for log y relative to max(1, |log y|). SUM is for the sum of y,
+# relative to max(1, k).
 VALUE = {torch.float32: 1e-6, torch.float64: 1e-11}
 SUM = {torch.float32: 2e-6, torch.float64: 2e-11}
-# Limits for the errors of gradients, relative to the largest |grad| of the row.
+# Error limits for gradients, relative to the largest |grad| in the row.
 GRADIENT = {torch.float32: 5e-6, torch.float64: 1e-11}
 
 
@@ -98,7 +98,7 @@ def draw(generator: torch.Generator, dtype: torch.dtype) -> Batch:
 
 @dataclass(frozen=True)
 class Truth:
-    """The exact y, log y and w for every row, and which rows are regular."""
+    """The exact y, log y and w for every row, and a mask of the rows with a finite nu."""
 
     y: Tensor
     log_y: Tensor
@@ -266,7 +266,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
 
 
 def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, Tensor]:
-    """Return the projection onto {0 <= y <= upper, sum(y) = k} in float64, and which rows are regular."""
+    """Return the projection onto {0 <= y <= upper, sum(y) = k}, and a mask of the regular rows."""
     x, k, valid = batch.x.double(), batch.k[:, None], batch.valid & batch.x.isfinite()
     odd = batch.valid & ~batch.x.isfinite()
     bound = torch.where(valid, upper, 0.0)
@@ -289,7 +289,7 @@ def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, 
     for _ in range(90):
         d = (low + high) / 2
         y = values(d)
-        # Subtract the entries at their bounds from k first, because the others may be tiny in comparison.
+        # Subtract the entries at their bounds from k first, because the other entries may be tiny.
         full = y == bound
         excess = torch.where(full, 0.0, y).sum(1, keepdim=True) > k - torch.where(full, y, 0.0).sum(
             1, keepdim=True

@@ -25,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cuda_stand_ins import add_stand_ins
 
 CHECK = Path(__file__).resolve().parent / "check_install.py"
-# Test each Python version once, and the oldest and newest torch twice. One kernel serves all Python versions.
+# Each Python version is tested once, and the oldest and the newest torch twice. That is enough, because the
+# same kernel works with all Python versions.
 MATRIX = ("3.10:2.10.0", "3.11:2.13.0", "3.12:2.10.0", "3.13:2.13.0")
-GIGABYTES = re.compile(r"nvidia|cuda|triton")  # requirements of torch that only GPUs need
+GIGABYTES = re.compile(r"nvidia|cuda|triton")  # large dependencies of torch that are needed only on a GPU
 
 
 def main() -> None:
-    """Audit, install and test. Exit at the first failure with a message or the failed command's output."""
+    """Audit, install and test the files in `dist`. Exit at the first failure, with a message."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("dist", type=Path, help="directory with one wheel and one sdist")
     parser.add_argument("--environments", type=Path, required=True, help="directory for the environments")
@@ -52,7 +53,7 @@ def main() -> None:
             try_out(python, artifact)
         tested += 1
     if missing:
-        print(f"skipped, because they are not installed: Python {', '.join(missing)}")
+        print(f"skipped Python versions (not installed): {', '.join(missing)}")
     if not tested:
         raise SystemExit("torchlml: nothing was tested, because none of the Python versions is installed.")
 
@@ -77,7 +78,7 @@ def audit(wheel: Path) -> None:
         kernels = [name for name in archive.namelist() if name.endswith((".so", ".pyd", ".dylib"))]
         if [name.rpartition("/")[2].partition(".")[0] for name in kernels] != ["_C"]:
             raise SystemExit(
-                f"torchlml: {wheel.name} must contain only one library, the kernel, but contains {kernels}."
+                f"torchlml: {wheel.name} must contain one library, the kernel, but it contains {kernels}."
             )
         kernel = archive.extract(kernels[0], folder)
         run(tool("torch-abi-audit"), "--check", "both", kernel)
@@ -85,9 +86,10 @@ def audit(wheel: Path) -> None:
     if sys.platform == "linux":
         output = " ".join(run(tool("auditwheel"), "show", wheel).split())
         tag = wheel.stem.rpartition("-")[2].partition(".")[0]
-        # auditwheel also reports the platform that the wheel would have without its dependency on torch.
+        # Match the whole phrase, because auditwheel also reports the platform tag that the wheel would have
+        # without its dependency on torch.
         if not tag.startswith("manylinux") or f'constrains the platform tag to "{tag}"' not in output:
-            raise SystemExit(f"torchlml: auditwheel does not confirm the platform {tag}: {output}")
+            raise SystemExit(f"torchlml: auditwheel does not confirm the platform tag {tag}: {output}")
         print(f"auditwheel confirms {tag}")
 
 

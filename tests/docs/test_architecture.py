@@ -1,4 +1,4 @@
-"""The tables of ARCHITECTURE.md and tests/README.md list every module, and every listed path exists."""
+"""The tables in ARCHITECTURE.md and tests/README.md list every module, and every listed path exists."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_path_exists() -> None:
 
 
 def test_every_module_has_a_row() -> None:
-    """Only `settings.py` modules need no row: the row for `commands.py` explains how to find them."""
+    """Every module is listed, except `settings.py` modules, which the row for `commands.py` covers."""
     listed = set(named())
     for package in ("torchlml", "torchlml_lab"):
         for path in sorted((ROOT / package).rglob("*.py")):

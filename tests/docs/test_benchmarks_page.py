@@ -333,13 +333,13 @@ def test_alternatives() -> None:
         for one in tables(ROOT / "docs" / "alternatives.md")
         if one.heads[1] == "forward" and one.lines[0][1:3] == ["1.00", "1.00"]
     ]
-    # tests/lab/test_bench_alternatives.py compares docs/alternatives.md with the CSV. This page repeats its
-    # second table of times, which is for n = 1000.
+    # tests/lab/test_bench_alternatives.py compares docs/alternatives.md with the CSV. The Benchmarks page
+    # repeats the second table of times from there, which is for n = 1000.
     assert table == there[1]._replace(section=table.section)
     measured = rows(RESULTS / "alternatives.csv")
     row = next(row for row in measured if row["n"] == "1000")
     assert (row["batch"], row["k"], row["threads"]) == ("64", "5", "1")
-    # The summary says that only k times softmax is about as fast as LML.
+    # The summary states that only softmax multiplied by k is about as fast as LML.
     for n in ("1000", "10000"):
         wanted = {"metric": "time", "mode": "forward", "n": n}
         times = {

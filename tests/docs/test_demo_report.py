@@ -40,7 +40,7 @@ def test_the_report_fits_a_phone(browser: Any, report: Path, width: int) -> None
         ".map(([text]) => text)"
     )
     assert outside == []
-    # Column names are above the numbers in a wide window and next to each number in a narrow one.
+    # Column names are above the numbers in a wide window, and next to each number in a narrow window.
     cell = page.locator("table.results td[data-label]").first
     label = cell.evaluate("each => getComputedStyle(each, '::before').content")
     head = page.locator("table.results th").nth(1)

@@ -41,7 +41,7 @@ MANY_LABELS = ("cal500", "delicious")
 
 
 def data_sets(head: str) -> list[str]:
-    """Return the data sets on which the head was trained."""
+    """Return the data sets on which the study trained this head."""
     return [name for name in TITLES if one_label_rows(head, name, "lml")]
 
 
@@ -117,7 +117,7 @@ def summary() -> list[str]:
 
 
 def losses(head: str) -> str:
-    """List the data sets on which a competitor is ahead of LML, with the best one and its lead in mAP."""
+    """List the data sets on which a competitor beats LML, with the best competitor and its lead in mAP."""
     found = [
         (name, best(name, head, SPECIALIZED), behind(name, head, "lml", SPECIALIZED))
         for name in data_sets(head)

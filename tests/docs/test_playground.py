@@ -43,7 +43,7 @@ def opened(browser: Any, width: int, height: int, **options: Any) -> Any:
 
 
 def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
-    """Set the state and the selected entry of the page, and return all numbers shown on it."""
+    """Set the page's state and selected entry, and return all numbers shown on the page."""
     return page.evaluate(
         "([state, entry]) => { playground.set(state, entry); return playground.read(); }", [state, entry]
     )
@@ -326,7 +326,7 @@ def test_the_logits_cover_nothing_in_a_low_window(browser: Any, size: tuple[int,
             apart = min(other["right"], stage["right"]) - max(other["left"], stage["left"]) <= 0
             apart |= min(other["bottom"], stage["bottom"]) - max(other["top"], stage["top"]) <= 0
             assert apart, (size, place)
-        if size[0] >= 640:  # here the logits are next to the results and fully visible
+        if size[0] >= 640:  # in wide windows, the logits are next to the results and fully visible
             assert 0 <= stage["top"] < stage["bottom"] <= size[1]
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     page.close()
@@ -481,7 +481,7 @@ def test_the_first_button_shares_a_link_to_the_settings(browser: Any) -> None:
     assert other.evaluate("playground.read().state") == state
     other.close()
     # A phone opens its own share dialog, which the user may close. If the browser does not allow sharing, the
-    # page tells the user to copy the link from the address bar.
+    # page tells the user that the link is in the address bar.
     for error, said in (("AbortError", ""), ("NotAllowedError", "The link is in the address bar.")):
         page.evaluate("document.getElementById('shared').textContent = ''")
         page.evaluate(

@@ -1,4 +1,4 @@
-"""The README and the results page: snippets, commands, links, names of tests, and numbers from results/."""
+"""The README and other pages: snippets run, named commands and tests exist, links and numbers are correct."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def vg(method: str, variant: str) -> str:
 
 
 def vg_best(method: str) -> str:
-    """Return a method's R@50 with the best of the frequency biases that use only the training images."""
+    """Return a method's best R@50 without a frequency bias or with one that uses only the training images."""
     return max((vg(method, variant) for variant in ("", "leave-one-out", "without-bias")), key=float)
 
 

@@ -1,4 +1,4 @@
-"""The page about recommendation: every table row and every number in its sentences follows from the CSVs."""
+"""The page about recommendation: every table row and every number in its text follows from the CSV files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TUNED = {"autoencoder": "dropout", "matrix-factorization": "temperature"}
 
 
 def runs(model: str, loss: str = "own") -> list[Row]:
-    """The runs of a model with a loss, by seed."""
+    """Return the runs of a model with a loss, sorted by seed."""
     everything = [row for name in FILES for row in rows(FOLDER / f"{name}.csv")]
     found = [row for row in everything if (row["model"], row["loss"]) == (model, loss)]
     assert found
@@ -39,7 +39,7 @@ def runs(model: str, loss: str = "own") -> list[Row]:
 
 
 def percent(model: str, loss: str = "own", measure: str = RECALL) -> list[float]:
-    """The metric of each seed, in percent."""
+    """Return a metric for each seed, in percent."""
     return [100 * float(row[measure]) for row in runs(model, loss)]
 
 
@@ -49,7 +49,7 @@ def cell(values: list[float], digits: int, sign: str) -> str:
 
 
 def both(model: str, loss: str = "own") -> str:
-    """The means of Recall@20 and nDCG@20."""
+    """Return the mean Recall@20 and nDCG@20 over the seeds, separated by a slash."""
     return " / ".join(f"{mean(percent(model, loss, measure)):.1f}" for measure in TARGETS)
 
 
@@ -58,7 +58,10 @@ def published(name: str) -> str:
 
 
 def differences(one: tuple[str, str], other: tuple[str, str], measure: str = RECALL) -> list[float]:
-    """The difference of two methods for each seed, or from the only run of the other method."""
+    """Return the metric of one method minus that of the other for each seed.
+
+    If the other method has only one run, its metric is subtracted for every seed.
+    """
     first, second = percent(*one, measure), percent(*other, measure)
     second = second * len(first) if len(second) == 1 else second
     return [a - b for a, b in zip(first, second, strict=True)]
@@ -70,7 +73,7 @@ def span(values: list[float], between: str = "–", digits: int = 1) -> str:
 
 
 def comparable(values: list[float]) -> bool:
-    """Whether the seeds disagree about the better method."""
+    """Whether the seeds disagree about which method is better."""
     return min(values) < 0 < max(values)
 
 
@@ -199,7 +202,7 @@ def test_the_findings() -> None:
 
 
 def test_the_tuning() -> None:
-    """The chosen settings are the best on validation, as the findings and the protocol say."""
+    """The chosen settings have the best validation recall, as the findings and the protocol state."""
     for model, setting in TUNED.items():
         tried = rows(FOLDER / f"{model}-tuning.csv")
         for loss in (LML, BCE, SOFTMAX):
@@ -221,7 +224,7 @@ def test_the_tuning() -> None:
 
 
 def test_the_settings_of_the_default() -> None:
-    """The settings named on the page are the defaults of the program, which the runs used."""
+    """The settings named on the page are the default settings, which the runs used."""
     settings = RecommendSettings()
     encoder, factors = (completed(replace(settings, model=name)) for name in TUNED)
     for row in runs("auto"):

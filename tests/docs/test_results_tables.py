@@ -68,7 +68,7 @@ def method(title: str) -> str:
 
 
 def check_cells(line: list[str], found: list[Row], measures: Iterable[str], digits: int) -> None:
-    """Check that the cells of a line are the means and deviations of these rows."""
+    """Check that the cells of a line are the means and standard deviations over these rows."""
     assert line == [mean_and_deviation((row[measure] for row in found), digits) for measure in measures]
 
 
@@ -307,7 +307,7 @@ def one_label_groups() -> dict[tuple[str, str, str, str], list[Row]]:
 
 
 def check_one_label(head: str, table: Table) -> None:
-    """Check a table of one measure, with a line for each method and a column for each data set."""
+    """Check a table for one measure, with a line for each method and a column for each data set."""
     measure, digits, _ = ONE_LABEL_MEASURES[table.heads[0]]
     for title, *cells in table.lines:
         for dataset, cell in zip(table.heads[1:], cells, strict=True):
@@ -318,7 +318,7 @@ def check_one_label(head: str, table: Table) -> None:
 
 
 def check_one_label_differences(head: str, table: Table) -> None:
-    """Check the differences from the best competitor on each data set and measure, paired by seed."""
+    """Check the differences from the best competitor for each data set and measure, paired by seed."""
     own = ONE_LABEL_METHODS[table.heads[0].removesuffix(" minus")]
     for dataset, *cells in table.lines:
         for title, cell in zip(table.heads[1:], cells, strict=True):
@@ -369,7 +369,7 @@ Place = tuple[str, str]  # the data set and the number of samples
 
 
 def own_data() -> dict[Place, dict[str, list[Row]]]:
-    """The runs of each method, by data set and number of samples. All have the same seeds."""
+    """Return the runs of each method, by data set and number of samples. All methods have the same seeds."""
     found: dict[Place, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows(OWN / "own-data.csv"):
         found[row["data"], row["samples"]][row["method"]].append(row)
@@ -388,7 +388,7 @@ def shown(values: list[float]) -> str:
 
 
 def own_differences(metric: str) -> dict[Place, tuple[str, list[float]]]:
-    """The best other method by its mean, and torchlml minus this method for each seed."""
+    """Return the best other method (by its mean), and torchlml minus this method for each seed."""
     found = {}
     for place, methods in own_data().items():
         values = {name: percent(runs, metric) for name, runs in methods.items()}
@@ -428,7 +428,7 @@ def test_own_data_of_all_methods() -> None:
 
 
 def test_own_data_summary() -> None:
-    """The numbers in the first paragraph and in the findings."""
+    """The numbers in the first paragraph and in the findings match the CSV."""
     page = (OWN / "README.md").read_text(encoding="utf-8").replace("−", "-")
     counts, ranges = {}, {}
     for metric in OWN_METRICS.values():
@@ -462,7 +462,7 @@ def test_own_data_summary() -> None:
 
 
 def test_own_data_targets() -> None:
-    """The table of targets: how often each target is met, and the worst difference."""
+    """The table of targets shows how often each target is met, and the worst difference."""
     (table,) = of_section(OWN / "README.md", "Targets")
     slack = {"ndcg5": 0.2}
     for name, _, met, worst in table.lines:

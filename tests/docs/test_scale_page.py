@@ -27,8 +27,8 @@ def test_the_table_follows_from_the_formulas(line: tuple[str, ...]) -> None:
     own = labels / processes
     assert float(line[2]) == pytest.approx(2 * own * FEATURES * BYTES / 2**30, rel=0.02)
     assert float(line[3]) == pytest.approx(2 * ROWS * own * BYTES / 2**30, rel=0.02)
-    # The rounds on the page send 8-byte numbers: 256 for agreement, 23 per row for the survey, and 14 per row
-    # and point for two evaluations at three points.
+    # The communication rounds on the page send 8-byte numbers: 256 to check that the arguments agree, 23 per
+    # row for the survey, and 2 * 14 * 3 per row for two evaluations at three points each.
     sent = 8 * (256 + (23 + 2 * 14 * 3) * ROWS)
     received = processes * sent if processes > 1 else 0
     assert float(line[4]) == pytest.approx(received / 2**20, rel=0.05)
@@ -44,7 +44,7 @@ def training_rows() -> list[dict[str, float]]:
 
 
 def training_cells(title: str) -> dict[tuple[int, int], str]:
-    """Return the cells of a table about training, keyed by (samples, labels), except for dashes."""
+    """Return the cells of a table about training, keyed by (samples, labels), leaving out dashes."""
     page = PAGE.read_text(encoding="utf-8").split(title)[1].strip()
     heads, _, *lines = (line.strip("| ").split(" | ") for line in page.split("\n\n")[0].split("\n"))
     labels = [int(head.removesuffix(" labels").replace(",", "")) for head in heads[1:]]

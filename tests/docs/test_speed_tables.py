@@ -166,7 +166,7 @@ def test_the_text_about_the_routing_study():
         return f"{max(of_routing(router, 'worst_load')):.2f}"
 
     def differences(router: str) -> list[float]:
-        """Return the final losses minus those without balancing for the same seeds, in ascending order."""
+        """Return the final loss of each seed minus that without balancing, in ascending order."""
         without = final_losses("no balancing")
         return sorted(loss - without[seed] for seed, loss in final_losses(router).items())
 
@@ -174,7 +174,7 @@ def test_the_text_about_the_routing_study():
     others = [router for router in routers if not router.startswith("TopKRouter")]
     first, second = sorted(others, key=load)[:2]
     assert (first, second) == ("auxiliary loss, 1", "loss-free bias, 0.01")
-    # Only T = 0.01 balances better than T = 0.1, which the page recommends.
+    # The page recommends T = 0.1. Only T = 0.01 balances the load better.
     assert [router for router in routers if load(router) < load(ours)] == [hard]
     low, _, high = differences(ours)
     low_other, _, high_other = differences("auxiliary loss, 1")

@@ -93,7 +93,7 @@ def test_a_library_without_the_kernel(make, tmp_path: Path, monkeypatch: pytest.
     make(tmp_path)
     installed_at(tmp_path, monkeypatch, "")
     with pytest.warns(
-        UserWarning, match="falls back to pure PyTorch.*_C.abi3.so does not load .*; with"
+        UserWarning, match="falls back to pure PyTorch.*_C.abi3.so could not be loaded .*; with"
     ) as said:
         loader.load()
     assert len(said) == 1
@@ -102,7 +102,7 @@ def test_a_library_without_the_kernel(make, tmp_path: Path, monkeypatch: pytest.
         warnings.simplefilter("error")
         loader.warn_of_absence()  # the warning was already shown
     installed_at(tmp_path, monkeypatch, "native")
-    with pytest.raises(ImportError, match=r"'native', but _C\.abi3\.so does not load"):
+    with pytest.raises(ImportError, match=r"'native', but _C\.abi3\.so could not be loaded"):
         loader.load()
 
 
@@ -130,8 +130,8 @@ def test_torch_too_old() -> None:
     result = run("import torch; torch.__version__ = '2.9.1+cpu'; import torchlml")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
-        "ImportError: torchlml needs torch 2.10 or newer, but the installed version is 2.9.1+cpu; "
-        "run `pip install --upgrade torch`."
+        "ImportError: torchlml requires torch 2.10 or newer, but the installed version is 2.9.1+cpu. "
+        "Run `pip install --upgrade torch`."
     )
 
 
@@ -179,11 +179,11 @@ def build(folder: Path, *command: str, **environment: str) -> subprocess.Complet
     [
         (
             {"CC": "false", "CXX": "false"},
-            r"compiling it failed \(the compiler ended with exit (status|code) 1;",
+            r"compiling it failed \(the compiler failed with exit (status|code) 1;",
         ),
         (
             {"CC": "no-such-compiler", "CXX": "no-such-compiler"},
-            r"there was no C\+\+ compiler \(.*no-such-compiler",
+            r"no C\+\+ compiler was found \(.*no-such-compiler",
         ),
         ({"TORCHLML_NO_NATIVE": "1"}, "`TORCHLML_NO_NATIVE` was set"),
     ],
@@ -311,7 +311,7 @@ def test_torch_is_found_if_the_build_has_its_own_interpreter(
 def test_windows_needs_clang_cl(setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = SimpleNamespace(initialized=True, _paths="", cc="cl.exe", compile_options=["/GL"])
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(setup.NoKernel, match=r"clang-cl .*not on PATH"):
+    with pytest.raises(setup.NoKernel, match=r"clang-cl.*not on PATH"):
         setup.use_clang_cl(compiler)
     program = tmp_path / ("clang-cl.exe" if os.name == "nt" else "clang-cl")
     program.touch(0o755)

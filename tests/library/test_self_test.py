@@ -110,7 +110,7 @@ def test_kernels_that_do_not_compile_are_not_used(monkeypatch: pytest.MonkeyPatc
 
     kernels.log_backward = fail
     use(monkeypatch, kernels)
-    with pytest.warns(UserWarning, match="do not run: RuntimeError: no such instruction"):
+    with pytest.warns(UserWarning, match="failed to run: RuntimeError: no such instruction"):
         y, _ = self_test.OPERATORS["forward"](*problem())
     torch.testing.assert_close(y.sum(-1), torch.full((5,), 4.0))
 

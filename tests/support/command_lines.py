@@ -13,7 +13,7 @@ from torchlml_lab import cli
 
 
 def made(words: Sequence[str]) -> Path:
-    """Run a command line that must succeed, and return the path of its `--out`."""
+    """Run a command line that must succeed, and return the path given by `--out`."""
     assert cli.main(words) == 0
     return _out(words)
 
@@ -21,7 +21,7 @@ def made(words: Sequence[str]) -> Path:
 def rejected(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) -> str:
     """Run a command line that must be rejected, and return its one-line error.
 
-    Nothing else is printed, and the path of `--out` exists only if it existed before.
+    Nothing else may be printed, and the command must not create the path given by `--out`.
     """
     words = [str(argument) for argument in arguments]
     there = _out(words).exists()
@@ -37,12 +37,12 @@ def rejected(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) ->
 
 
 def _out(words: Sequence[str]) -> Path:
-    """Return the path of the last `--out`. Without `--out`, return the current directory, which exists."""
+    """Return the path given by the last `--out`, or the current directory if there is no `--out`."""
     return Path(next((after for word, after in reversed(list(pairwise(words))) if word == "--out"), "."))
 
 
 def rejections(said: str, *lines: str) -> dict[str, str]:
-    """Map each line to its expected message: `said`, formatted with the line's option and its last value.
+    """Map each line to its expected message, which is `said` formatted with the line's option and last value.
 
     >>> rejections("`{}` is {}", "--epochs 0", "--seed -1")
     {'--epochs 0': '`--epochs` is 0', '--seed -1': '`--seed` is -1'}

@@ -100,7 +100,7 @@ class _Pool:
                     problem = pipe.recv()
                 except EOFError:
                     self._processes[rank].join(_GRACE)
-                    problem = f"It ended with exit code {self._processes[rank].exitcode}."
+                    problem = f"The process ended with exit code {self._processes[rank].exitcode}."
                 if problem:
                     problems.append(f"Process {rank} of {len(self._pipes)}: {problem}")
                     end = min(end, time.monotonic() + _GRACE)

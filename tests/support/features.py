@@ -1,4 +1,4 @@
-"""A small file of learnable frozen features."""
+"""A small file of synthetic frozen features whose classes are easy to learn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 
 
 def write_features(folder: Path, width: int) -> Path:
-    """Write 3000 samples around the centers of 100 fine and 20 coarse classes. One fifth is for testing."""
+    """Write 3000 samples around the centers of 100 fine classes, which form 20 coarse classes.
+
+    Every fifth sample is for testing.
+    """
     path = folder / "features.npz"
     random = np.random.default_rng(0)
     fine = np.repeat(np.arange(100), 30)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -c code words` in the root of the repository, with only the given `TORCHLML_*` variables.
+    """Run `python -c code words...` in the repository root, with only the given `TORCHLML_*` variables.
 
     >>> run("import sys; print(sys.argv[1], 'torchlml' in sys.modules)", "word").stdout
     'word False\\n'

@@ -13,12 +13,12 @@ def upstream(n: int) -> np.ndarray:
 
 
 def slack(row: truth.Row, dtype: torch.dtype) -> np.ndarray:
-    """Return a relative tolerance for each w. It grows with |z|, because z is rounded."""
+    """Return a relative tolerance for each w, which grows with |z| because z is rounded."""
     return (1e-6 if dtype == torch.float32 else 1e-11) * np.maximum(
         1.0, np.where(row.alive, np.abs(row.z), 1.0)
     )
 
 
 def resolved(row: truth.Row) -> bool:
-    """Whether nu is precise enough to distinguish logits 0 and 1, which it is not in a gap of 1e38."""
+    """Whether nu is precise enough to distinguish logits 0 and 1. In a gap of 1e38, it is not."""
     return float(np.abs(row.z[row.alive]).min()) < 1e6

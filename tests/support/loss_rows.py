@@ -34,7 +34,7 @@ class LabeledRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows in the format of the operators."""
+    """Rows in the format that the operators take."""
 
     rows: Sequence[LabeledRow]
     x: Tensor
@@ -67,7 +67,7 @@ def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) ->
 
 
 def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
-    """Return the rows in the format of the operators. Lists of labels contain padding, which is ignored."""
+    """Return the rows in the format that the operators take, with padding in the lists of labels."""
     join = torch.cat if packed else torch.stack
     x = join([row.x for row in rows])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -127,7 +127,7 @@ def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) ->
     allowed = slack(right, work)
     log_y = np.where(c > 0, right.log_y, 0.0)
     wanted = -float((c * log_y).sum())
-    if max(wanted, -log_y.min()) > torch.finfo(work).max:  # overflows, as log_lml does
+    if max(wanted, -log_y.min()) > torch.finfo(work).max:  # the loss overflows, as log_lml would
         assert loss == math.inf
     else:
         size = float((c * np.maximum(1, np.abs(log_y))).sum())
@@ -144,14 +144,14 @@ def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) ->
 
 
 def available(row: Special) -> list[int]:
-    """Return the indices of a special row that may be labels."""
+    """Return the indices of the entries of a special row that may be labels."""
     return [j for j in range(len(row.x)) if row.mask is None or row.mask[j]]
 
 
 def check_special(
     call: Call, rows: Sequence[Special], dtype: torch.dtype, places: Callable[[Special], Sequence[int]]
 ) -> None:
-    """Check special rows in one jagged batch, each with one of `places` as its only label."""
+    """Check special rows in one jagged batch, with each index from `places(row)` in turn as only label."""
     every = [(row, j) for row in rows for j in places(row)]
     ones = [
         LabeledRow(

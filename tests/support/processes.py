@@ -24,7 +24,7 @@ _IMPORTED += ["torchlml_lab.multilabel.report"]
 
 
 def fork(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Call the module-level function `work` in a new process that need not import torch again."""
+    """Call the module-level function `work` in a new process that does not need to import torch again."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     process = context.Process(target=work, args=arguments)
@@ -93,7 +93,7 @@ def _run(
     folder: Path,
     environment: dict[str, str],
 ) -> None:
-    gc.freeze()  # every training run collects all garbage, which would copy the server's memory
+    gc.freeze()  # every training run triggers garbage collection, which would copy the server's memory
     os.environ.update(environment)
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
@@ -103,7 +103,7 @@ def _run(
 
 
 def start(words: Sequence[str], before: Callable[[], None] = restore_interrupts) -> Command:
-    """Start `torchlml` with these arguments. The module-level function `before` runs in the process first."""
+    """Start `torchlml` with these arguments. The process first calls the module-level function `before`."""
     return Command(words, before=before)
 
 

@@ -47,7 +47,8 @@ def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
         if middle in (lower, upper_end):
             break
         y = values(middle)
-        # Subtract entries at their bounds from k. Added to the small sum of the others, they would swamp it.
+        # Subtract the entries at their bounds from k, because adding them to the small sum of the other
+        # entries would lose its digits.
         missing = k - bounds[y == bounds].sum()
         lower, upper_end = (lower, middle) if y[y < bounds].sum() > missing else (middle, upper_end)
     return np.asarray(values(lower), dtype=np.float64)
@@ -139,7 +140,8 @@ def expected(member: Member, problem: Problem, dtype: torch.dtype) -> Array:
     return _expected(member.name, problem.name, dtype)
 
 
-ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}  # for an entry and for the sum
+# The tolerances for an entry and for the sum.
+ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 each_constrained = pytest.mark.parametrize("member", CONSTRAINED, ids=lambda member: member.name)
 each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)

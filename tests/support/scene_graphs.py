@@ -27,7 +27,7 @@ class Drawn:
 
 
 def draw(count: int, seed: int = 0) -> list[Drawn]:
-    """Draw images with two to six boxes and one to five relations. Every fourth is a test image."""
+    """Draw images with two to six boxes and one to five relations. Every fourth image is a test image."""
     random = np.random.default_rng(seed)
     drawn = []
     for i in range(count):
@@ -47,7 +47,7 @@ def draw(count: int, seed: int = 0) -> list[Drawn]:
 
 
 def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
-    """Return all tables of the file by Xu et al., in which the longer side of an image is 1024 units."""
+    """Return all tables of the file by Xu et al., with boxes for images scaled to 1024 and to 512 pixels."""
     boxes: list[tuple[float, ...]] = []
     labels: list[int] = []
     relations: list[tuple[int, int]] = []
@@ -83,7 +83,7 @@ def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
 
 
 def write_vg(folder: Path, images: list[Drawn], tables: dict[str, np.ndarray] | None = None) -> Path:
-    """Write the three files of Visual Genome. `tables`, if given, replaces the tables of `images`."""
+    """Write the three files of Visual Genome. `tables`, if given, replaces the tables made from `images`."""
     folder.mkdir(exist_ok=True)
     with h5py.File(folder / "VG-SGG.h5", "w") as file:
         for name, table in (vg_tables(images) if tables is None else tables).items():
@@ -117,7 +117,7 @@ def vrd_annotations(images: list[Drawn]) -> dict[str, list[dict]]:
 
 
 def write_vrd(folder: Path, images: list[Drawn], sizes: bool = True) -> Path:
-    """Write the official files and, if `sizes` is True, the files with the image sizes."""
+    """Write the official VRD files and, if `sizes` is True, the files with the image sizes."""
     folder.mkdir(exist_ok=True)
     (folder / "objects.json").write_text(json.dumps(OBJECTS))
     (folder / "predicates.json").write_text(json.dumps(PREDICATES))

@@ -18,7 +18,7 @@ class Special:
     y: list[float]
     nu: float
     mask: list[bool] | None = None
-    short: bool = False  # empty or shorter than k, which only ragged rows can be
+    short: bool = False  # empty or shorter than k, which is possible only in a ragged batch
 
 
 # In the names, m is the number of available entries, and p is the number of entries at +inf.
@@ -71,6 +71,6 @@ DENSE = [row for row in SPECIAL if not row.short]
 
 
 def gradient_of_k(row: Special, g: list[float]) -> float:
-    """Return d sum(g * y) / dk, which is nonzero only if p > k entries are at +inf. Their dy/dk is 1/p."""
+    """Return d sum(g * y) / dk, which is nonzero only if p > k entries are at +inf, each with dy/dk = 1/p."""
     above = [gi for xi, gi in zip(row.x, g, strict=True) if xi == INF]
     return sum(above) / len(above) if row.nu == -INF and len(above) > row.k > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Learnable texts with tags. Every tag has its own words, which are mixed with meaningless words."""
+"""Synthetic texts whose tags are easy to learn: each tag has its own words, mixed with common words."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Variant(NamedTuple):
 
 
 def variants(lanes: int) -> list[Variant]:
-    """Return variants of all kernels, with the block sizes and numbers of warps from `plan`."""
+    """Return variants of all kernels, with the block sizes and numbers of warps that `plan` chooses."""
     forward, backward = triton_layer.forward_kernel, triton_layer.backward_kernel
     found: list[Variant] = []
 
@@ -125,7 +125,7 @@ def variants(lanes: int) -> list[Variant]:
 
 
 def measure(variant: Variant, target: str) -> dict[str, Any]:
-    """Compile a variant, and return its registers, spilled bytes, shared memory and bfloat16 rounding."""
+    """Compile a variant, and return its use of registers and memory, and how it rounds to bfloat16."""
     name, kernel, constants, dtype, warps, length = variant
     types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
     if "LABELS" in constants:  # a loss has one gradient per row
@@ -165,7 +165,7 @@ def _amd(compiled: Any) -> tuple[int, int]:
 
 
 def chosen(target: str) -> list[Variant]:
-    """Return all variants for sm_80, and one per kernel for other targets, if possible with bfloat16."""
+    """Return all variants for sm_80, and one variant per kernel (bfloat16 if possible) for other targets."""
     found = variants(TARGETS[target].warp_size)
     if target == "sm_80":
         return found

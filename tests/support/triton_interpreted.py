@@ -1,7 +1,7 @@
-"""The interpreted Triton kernels compared with float64. `test_triton.py` runs this in a separate process.
+"""Tests of the interpreted Triton kernels, which `test_triton.py` runs in a separate process.
 
-Each shape reaches a specific variant of the kernels. The exact solutions and tolerances are those of the
-CPU tests.
+Each shape reaches a specific variant of the kernels. The exact solutions (in float64) and the tolerances are
+those of the CPU tests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ each_variant = pytest.mark.parametrize("how", VARIANTS.values(), ids=VARIANTS)
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Force:
-    """Return a function that sets the plan of the kernels. None means the plan for 100 multiprocessors."""
+    """Return a function that sets the kernels' plan. None selects the plan for 100 multiprocessors."""
 
     def layout(how: Plan | None) -> Callable[[Tensor, int, Tensor | None], Plan]:
         return lambda x, rows, offsets: how or plan(1000, x.shape[-1], offsets is not None, 100)
@@ -70,7 +70,7 @@ def float64(*values: float) -> Tensor:
 
 
 def check(row: truth.Row, k: float, y: Tensor, log_y: Tensor, nu: Tensor) -> None:
-    """Check one float32 row: y and its sum to the guaranteed accuracy, log y and nu to the rounding of z."""
+    """Check y and its sum to the guaranteed accuracy, and log y and nu to rounding error, for one row."""
     assert np.abs(y.double().numpy() - row.y).max() <= 1e-6
     assert abs(float(y.double().sum()) - k) <= 2e-6 * max(1, k)
     expected = torch.from_numpy(row.log_y).float().double()  # -6e38 is -inf in float32
@@ -121,7 +121,7 @@ def test_shapes(force: Force, how: Plan | None, n: int) -> None:
 
 
 def some(rows: list[Row], how: Plan | None) -> list[Row]:
-    """Return all rows for the variant on chip, and subsets for the variants that are slower to interpret."""
+    """Return all rows for the on-chip variant, and subsets for the variants that are slower to interpret."""
     return rows[how == LOOP :: {None: 1, LOOP: 2, SPLIT: 4}[how]]
 
 
@@ -170,7 +170,7 @@ def run_problems(problems: list[Problem], dense: bool = False) -> None:
 
 @each_variant
 def test_special_rows(force: Force, how: Plan | None) -> None:
-    """Special rows, each with its own k, have the right results in one jagged batch."""
+    """Special rows with different k have the correct results and gradients in one jagged batch."""
     force(how)
     rows = some(SPECIAL, how)
     x, offsets = packed([torch.tensor(row.x) for row in rows])

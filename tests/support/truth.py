@@ -32,7 +32,7 @@ def _difference(x: Array, anchor: float) -> tuple[Array, Array]:
 
 
 def _tails(z: Array) -> Array:
-    """Return `sigma(-|z|)`: the distance of y to the nearer of 0 and 1, with full relative accuracy."""
+    """Return `sigma(-|z|)`, the distance from y to the nearer of 0 and 1, with full relative accuracy."""
     small = np.exp(-np.abs(z))
     return np.asarray(small / (1.0 + small))
 
@@ -82,7 +82,7 @@ def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = No
     if mask is not None:
         alive &= np.asarray(mask, dtype=bool)
     if np.isnan(full[alive]).any() or not 0 < k < alive.sum():
-        raise ValueError("solve() is for ordinary rows; use projection() for the special ones.")
+        raise ValueError("`solve` accepts only ordinary rows. Use `projection` for special rows.")
     entries = np.minimum(full[alive], INFINITY_STAND_IN)
     anchor = float(np.sort(entries)[::-1][min(math.ceil(k), entries.size) - 1])
     values, counts = np.unique(entries, return_counts=True)  # evaluate tied entries once
@@ -171,7 +171,7 @@ def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[
 
 
 def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
-    """Compute lml in the simplest way: bisection over the last dim in the dtype of x, for moderate rows."""
+    """Compute lml along the last dim by simple bisection in the dtype of x, for moderate logits."""
     target = torch.as_tensor(k, dtype=x.dtype).unsqueeze(-1) if isinstance(k, torch.Tensor) else float(k)
     lower = -x.amax(-1, keepdim=True) - 50
     upper = -x.amin(-1, keepdim=True) + 50

@@ -1,9 +1,9 @@
 """A linear layer fused with a loss on its logits, computed for a few rows at a time.
 
 The full logit matrix is never materialized. A chunk contains whole rows, so any loss that returns one number
-per row can be used, and no logit is computed twice. Every chunk takes the same three matrix products as the
-unfused computation: the logits, the gradient of the input, and the gradient of the weight, which is
-accumulated over the chunks.
+per row can be used, and no logit is computed twice. Each chunk needs the same three matrix products as the
+unfused computation: for the logits, for the gradient of the input, and for the gradient of the weight, which
+is accumulated over the chunks.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class ChunkedLoss:
         has_label: bool (R,), True for the rows that a mean includes.
         reduction: "mean", "sum" or "none".
         memory_limit: the number of bytes that the logits and their gradient may occupy.
-        labels: the number of labels per row that chunk sizes are computed from; by default, the number of
+        labels: the number of labels per row from which the chunk size is computed; by default, the number of
             rows in the weight matrix.
         sum_over_group: a function that sums the gradient of the input over all processes, or None.
-        in_place: whether `loss` overwrites the logits with their gradient when it is allowed to.
+        in_place: whether `loss` overwrites the logits with their gradient if its last argument is True.
         at_once: whether all logits are computed at once instead of in chunks.
     """
 
@@ -125,7 +125,7 @@ class _Work(NamedTuple):
 
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limit: int) -> None:
-    """Raise unless the weight and the bias form a linear layer that accepts the input."""
+    """Raise unless weight and bias form a linear layer that accepts the input, and the limit is valid."""
     given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, t in given.items():
         check_tensor(t, name)
@@ -182,7 +182,7 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class LinearLMLArguments(NamedTuple):
-    """The arguments of `linear_lml_loss` without `group`."""
+    """The arguments of `linear_lml_loss`, except for `group`."""
 
     input: Tensor
     linear_weight: Tensor
@@ -283,7 +283,7 @@ def _with_gradients(
     seed: Tensor,
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, _Gradients]:
-    """Compute the sum of `seed` times the losses, and its gradients."""
+    """Compute the sum of the losses, each multiplied by its factor in `seed`, and its gradients."""
     logits = _Logits(work, input, weight, bias)
     # Accumulate over chunks in the work dtype; in bfloat16, the contributions of later chunks would be lost.
     work_type = work_dtype(input.dtype)
@@ -336,10 +336,10 @@ def _even(rows: int, most: int) -> int:
 
 
 class _Logits:
-    """The logits of one chunk at a time, always in the same buffer: freed memory is not always reused."""
+    """The logits of one chunk at a time, always in the same buffer, as freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        # Cast the weight as autocast would, once instead of for every chunk.
+        # Cast the weight as autocast would, but only once instead of for every chunk.
         dtype = work.linear_dtype
         self.weight = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach().to(dtype)

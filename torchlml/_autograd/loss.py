@@ -55,7 +55,7 @@ def mean_divisor(labeled: int | Tensor) -> int | Tensor:
 
 
 def reduce(losses: Tensor, labeled: int | Tensor, reduction: Reduction) -> Tensor:
-    """Reduce the row losses, of which `labeled` belong to labeled rows; all others are 0."""
+    """Reduce the losses of all rows. `labeled` is the number of rows with labels; other rows have loss 0."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -71,7 +71,9 @@ def check_labeled_k(k: Tensor, bound: Bound, labeled: Callable[[], Tensor]) -> N
         return
     has_label = labeled()
     if readable(has_label) and bool((has_label & ~(k.detach() > 0)).any()):
-        raise ValueError("`k` must be positive in every row that has a label, but it is 0 in at least one.")
+        raise ValueError(
+            "`k` must be positive in every row that has a label, but some of these rows have k = 0."
+        )
 
 
 def label_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | None:
@@ -84,7 +86,7 @@ def label_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | N
 def reduce_losses(
     losses: Tensor, labels: Labels, divisor: Tensor | None, reduction: Reduction, c: Canonical
 ) -> Tensor:
-    """Reduce the losses (R,) of canonical rows, and round once, to the dtype of the logits."""
+    """Reduce the losses (R,) of canonical rows, and round the result to the dtype of the logits."""
     if divisor is not None:
         losses = losses / divisor
     result = reduce(losses, _labeled_rows(labels, losses) if reduction == "mean" else 1, reduction)
@@ -107,7 +109,7 @@ def lml_loss(
     *,
     overwrite: bool = False,
 ) -> Tensor:
-    """Compute the reduced loss; the loss of each row is first divided by `divisor`.
+    """Divide the loss of each row by its `divisor`, and reduce the losses.
 
     With `overwrite`, the backward pass may replace the logits with their gradient.
     """
@@ -137,7 +139,7 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
     is_label = labels.found
     if labels.weight is not None:
         is_label = is_label & (labels.weight != 0)
-    # Zeros replace the other entries before the product, because 0 times the -inf of a masked entry is NaN.
+    # Set the other entries to 0 before the product, because 0 times the -inf of a masked entry is NaN.
     log_y = torch.where(is_label, log_y, 0)
     return -labels.rows.sum(log_y if labels.weight is None else log_y * labels.weight)
 

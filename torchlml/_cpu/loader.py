@@ -21,19 +21,19 @@ from urllib.request import url2pathname
 import torch
 
 OLDEST = (2, 10)  # the first torch version whose stable ABI provides everything the kernel uses
-_REASON = "_absent.txt"  # written by setup.py if it does not build the kernel
+_REASON = "_absent.txt"  # written by setup.py if the kernel was not built
 _library: ctypes.CDLL | None = None
 _absence = "this installation does not include it"
 _warned = False
 
 
 def check_torch(version: str) -> None:
-    """Raise a clear error if torch is too old, before anything else fails because of it."""
+    """Raise an error with a clear message if torch is too old, before other code fails because of it."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise _import_error(
-            f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, but the installed version is {version}; "
-            "run `pip install --upgrade torch`."
+            f"torchlml requires torch {OLDEST[0]}.{OLDEST[1]} or newer, but the installed version is "
+            f"{version}. Run `pip install --upgrade torch`."
         )
 
 
@@ -79,8 +79,8 @@ def load() -> None:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
         library.torchlml_instruction_set.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:  # the file is damaged or for another platform or package
-        _absence = f"{path.name} does not load ({error})"
+    except (OSError, AttributeError) as error:  # the file is damaged, or is for another platform or package
+        _absence = f"{path.name} could not be loaded ({error})"
         if choice == "native":
             raise _import_error(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error
         _warned = True
@@ -95,7 +95,7 @@ def loaded() -> bool:
 
 
 def absence() -> str | None:
-    """Return why there is no compiled kernel and how to get it, or None if the kernel is in use."""
+    """Return why the compiled kernel is not in use and how to build it, or None if it is in use."""
     if loaded():
         return None
     if requested() == "torch":
@@ -104,7 +104,7 @@ def absence() -> str | None:
 
 
 def _repair() -> str:
-    """Return the command that reinstalls torchlml from its origin: a folder, an archive, or an index."""
+    """Return the command that reinstalls torchlml from its source: a directory, archive or package index."""
     try:
         came_from = metadata.distribution("torchlml").read_text("direct_url.json")
     except metadata.PackageNotFoundError:  # running from a source directory

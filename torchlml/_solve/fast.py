@@ -39,8 +39,8 @@ _REACH = 16.0
 class _Limits(NamedTuple):
     """The largest steps that end the two phases, and the smallest slope that allows a certificate."""
 
-    rough: float  # the largest last step on the log odds
-    last: float  # the largest last step on the accurate sum
+    rough: float  # a step on the log odds of at most this size ends the first phase
+    last: float  # a step on the accurate sum of at most this size ends the second phase
     slope: float  # the smallest slope of a certified row, divided by its length
 
 
@@ -50,7 +50,7 @@ _LIMITS = {torch.float32: _Limits(0.12, 5e-4, 1e-20), torch.float64: _Limits(1.5
 
 
 class FastSolution(NamedTuple):
-    """The solution for each row: e, u, the center c and delta; valid only in certified rows."""
+    """The solution for each row: e, u, the center c and delta. It is valid only in certified rows."""
 
     e: Tensor
     u: Tensor
@@ -164,7 +164,7 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
         step = step if moving is None else step.mul_(moving)
         delta = delta.add_(step).clamp_(-_REACH, _REACH)
         large = step.abs_() > limit
-        # Rows whose step was small are finished and do not change any more.
+        # Rows whose step was small are finished and no longer change.
         moving = large.to(e.dtype)
         if on_host(e) and not bool(large.any()):
             break
@@ -223,7 +223,7 @@ class _Sums(NamedTuple):
         return self.c + self.signed
 
     def log_ratio_step(self) -> Tensor:
-        """Return the Newton step on log A - log B (see `newton`) to subtract from nu; 0 if undefined."""
+        """Return the Newton step on log A - log B (see `newton`), to subtract from nu, or 0 if undefined."""
         least = 1e-8 * self.total
         a = torch.maximum((self.total + self.signed) / 2, least) + self.c.clamp(min=0)
         b = torch.maximum((self.total - self.signed) / 2, least) - self.c.clamp(max=0)

@@ -82,7 +82,7 @@ class State(NamedTuple):
 
 
 def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tuple[Tensor, State]:
-    """Return half the gap between the k-th and the next logit, and the initial state.
+    """Return half the gap between the k-th largest and the next logit, and the initial state.
 
     The initial nu places the threshold in the middle of the gap.
     """
@@ -165,14 +165,14 @@ def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_ratio_step(r: Residual) -> Tensor:
-    """Return the Newton step for log A = log B. It is infinite or NaN if A or B is 0."""
+    """Return the Newton step on log A - log B. It is infinite or NaN if A or B is 0."""
     a = r.p + r.c.clamp(min=0)
     b = r.q - r.c.clamp(max=0)
     return (b.log() - a.log()) / (r.dp / a + r.dq / b)
 
 
 def add(nu: Tensor, step: Tensor) -> Tensor:
-    """Return nu + step exactly, as a pair (hi, lo): the rounded sum and its error (Knuth's two-sum)."""
+    """Return nu + step as a pair (hi, lo): the rounded sum and its rounding error (Knuth's two-sum)."""
     hi, small = nu[0], nu[1] + step.to(nu.dtype)
     total = hi + small
     taken = total - hi

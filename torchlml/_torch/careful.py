@@ -86,7 +86,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
 def _begin_backward(
     grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
-    """Return the gradient in the work dtype, the prepared entries, their rows, and the mask of `moving`."""
+    """Return the gradient in the work dtype, the prepared entries, their rows, and the mask from `moving`."""
     values, rows = prepare(x, mask, offsets)
     return grad.to(values.dtype), values, rows, moving(values, nu, rows)
 
@@ -107,7 +107,7 @@ def sigmoid(z: Tensor) -> Tensor:
 
 
 def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
-    """Compute nu for prepared rows. `solver` handles ordinary rows; all others get an infinite nu or NaN."""
+    """Compute nu for prepared rows. `solver` handles ordinary rows; in other rows, nu is infinite or NaN."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
     undefined = (rows.sum(x.isnan()) > 0) | k.isnan()

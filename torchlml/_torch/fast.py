@@ -96,7 +96,7 @@ def _project(
     result: Callable[[Tensor, FastSolution, Tensor], Tensor] | None,
     fallback: Callable[..., Pair],
 ) -> Pair:
-    """Return (`result` for every row, nu). Without `result`, return (x, nu); do not modify this x."""
+    """Return (`result` for every row, nu). If `result` is None, return (x, nu), where x is not a copy."""
     if x.device.type == "cpu":
         loader.warn_of_absence()
     if _needs_careful(x, offsets):
@@ -194,7 +194,7 @@ def _values(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _needs_careful(x: Tensor, offsets: Tensor | None) -> bool:
-    """Whether to use the careful operators: if x is empty or, on a GPU, for ragged rows or in a capture."""
+    """Whether x is empty or, on a GPU, the rows are ragged or a CUDA graph is being captured."""
     if on_host(x):
         return x.numel() == 0
     capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

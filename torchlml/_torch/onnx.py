@@ -20,7 +20,7 @@ from torchlml._torch.careful import Pair
 
 
 class OnnxRows(DenseRows):
-    """The rows of a matrix in an exported graph; the number of rows is unknown."""
+    """The rows of a matrix in an exported graph. Their number is unknown at export time."""
 
     def sum(self, t: Tensor) -> Tensor:
         """Sum over each row; for a bool tensor, count the True entries."""
@@ -61,7 +61,7 @@ def _logsigmoid(z: Tensor) -> Tensor:
 def _prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
     if offsets is not None:
         raise NotImplementedError(
-            "Ragged rows (`offsets`) cannot be exported to ONNX; pad the rows to the same length and pass a "
+            "Ragged rows (`offsets`) cannot be exported to ONNX. Pad the rows to the same length and pass a "
             "`mask`."
         )
     values, _ = careful.prepare(x, mask, None)

@@ -45,7 +45,7 @@ def forward_kernel(
 
 @triton.jit
 def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constexpr):
-    """Read the gradient of a block. For absent entries it is 0, even if the given gradient is NaN."""
+    """Read the incoming gradient for a block. At absent entries it is 0, even if the stored value is NaN."""
     _, _, start, length = where
     if OF == _OF_NU:
         g = tl.zeros([BLOCK], tl.float32)

@@ -101,7 +101,7 @@ def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
         try:
             found = difference(device, dtype, kernels)
         except Exception as error:  # the compiler may raise any exception
-            found = f"do not run: {type(error).__name__}: {error}"
+            found = f"failed to run: {type(error).__name__}: {error}"
         if found is not None:
             disable(device, dtype, found)
     return _results[key]

@@ -122,7 +122,7 @@ def finish_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Iterate until nu has converged (it usually has already), and store it."""
+    """Iterate until nu has converged, unless it already has, and store it."""
     row = tl.program_id(0)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
@@ -205,7 +205,7 @@ def solve(to: Launch, k: Tensor) -> Tensor:
 
 
 def new_parts(to: Launch) -> Tensor:
-    """Allocate memory for the results of all programs for every row."""
+    """Allocate memory for the results of all programs of each row."""
     return to.x.new_empty((to.sizes[0], to.plan.splits, WIDTH), dtype=torch.float64)
 
 

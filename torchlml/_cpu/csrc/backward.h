@@ -32,8 +32,8 @@ struct BackwardRow : Row<S> {
   double* dk;
   T high, low;
 
-  // Returns a piece of the row as a separate row. The short path also copies the whole row this way: the address of the
-  // copy does not escape, so the compiler can keep nu in registers across stores.
+  // Returns a piece of the row as a separate row. The short path also copies the whole row this way, because the
+  // address of the copy does not escape, so that the compiler can keep nu in registers across stores.
   LML_INLINE BackwardRow part(int64_t begin, int64_t size) const {
     BackwardRow out = *this;
     out.x += begin, out.n = size, out.dx += begin;
@@ -94,7 +94,7 @@ struct BackwardRow : Row<S> {
 
   struct Sums {
     BlockSum<T> weights, moments;  // sum(w) and sum(w * g)
-    // The gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
+    // The incoming gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
     LML_INLINE void add(Vec<T> w, Vec<T> g) {
       weights.block += w;
       moments.block += w * keep<T>(greater(w, T{0}), g);
@@ -286,14 +286,14 @@ struct BackwardRow : Row<S> {
     return weights.value();
   }
 
-  // Computes the derivatives of nu, d nu / dx = -p and d nu / dk = 1 / sum(w), times g. Unless `w` is dx, the scaled
-  // weights remain in `w`. Returns g divided by their sum.
+  // Computes dx = -g * p and dk = g / sum(w), the derivatives of nu times g. Unless `w` is dx, the scaled weights
+  // remain in `w`. Returns g divided by their sum.
   LML_INLINE T dual(double g, T* w) const { return n > long_row ? long_dual(g, w) : part(0, n).any_dual(g, w); }
   __attribute__((noinline)) T long_dual(double g, T* w) const { return any_dual(g, w); }
   LML_INLINE T any_dual(double g, T* w) const {
     T least = 0;
     double sum = weigh(w, least);
-    // If the sum is this small, w is scaled so that its largest value does not underflow.
+    // If the sum is this small, compute w again, scaled so that its largest value does not underflow.
     if (!(sum > (sizeof(T) == 8 ? 1e-250 : 1e-20))) sum = weigh(w, least = nearest());
     if (!(sum > 0)) return zero(), T{0};
     *dk = g == 0 ? 0 : g / (sum * ::exp(-static_cast<double>(least)));

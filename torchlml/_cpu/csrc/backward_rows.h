@@ -13,7 +13,7 @@ template <class S>
 struct ShortRow {
   struct Sums {
     vfloat weight{}, moment{};  // sum(w) and sum(w * g)
-    // The gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
+    // The incoming gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
     LML_INLINE void add(vfloat w, vfloat g) {
       weight += w;
       moment += w * keep<float>(greater(w, 0.0f), g);

@@ -1,6 +1,6 @@
 // A slow but simple solver in double precision for constrained projections that the fast solver cannot certify. It
-// sorts the values of nu at which an entry reaches a bound, finds the two values around the root by binary search, and
-// applies a closed-form solution between them. The number of steps is bounded.
+// sorts the events, which are the values of nu at which an entry reaches a bound, finds the two events around the root
+// by binary search, and applies a closed-form solution between them. The number of steps is bounded.
 #include <algorithm>
 #include <cmath>
 #include <utility>

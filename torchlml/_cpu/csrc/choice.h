@@ -26,7 +26,8 @@ T select_largest(const T* x, int64_t n, int64_t k, Target& target, T* room) {
     target.set(static_cast<double>(k) - 0.5, n);
     const Moments row = moments(x, target);
     const double deviation = ::sqrt(row.variance);
-    // The density near the result, if the entries are normally distributed. It converts a count into a distance.
+    // The density of entries near the result, if they are normally distributed. A count divided by it is a distance in
+    // standard deviations.
     const double density = static_cast<double>(n) * 0.3989422804 * ::exp(-0.5 * target.probit * target.probit);
     double pivot = row.mean - deviation * target.probit;
     for (int pass = 0; pass < 8 && above_low - above_high > few; ++pass) {
@@ -46,7 +47,7 @@ T select_largest(const T* x, int64_t n, int64_t k, Target& target, T* room) {
     }
   }
   int64_t size = 0;
-  const bool closed = low > -static_cast<T>(HUGE_VAL);  // otherwise entries of -inf are candidates, too
+  const bool closed = low > -static_cast<T>(HUGE_VAL);  // if false, entries of -inf are also candidates
   each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
     const Vec<T> a = read(x + i, count);
     if (closed && count == lanes<T> && !any<T>(greater(a, low) & ~greater(a, high))) return;
@@ -158,7 +159,7 @@ struct Units {
       slacks += keep<double>(greater(a, 0.0), 1 - a);
     });
     const double sum = total(sums), slack = total(slacks), missing = k - sum;
-    // Correct the rounding error of the sum: shrink all entries in proportion to p, or grow them in proportion to
+    // Correct the rounding error of the sum: decrease all entries in proportion to p, or increase them in proportion to
     // 1 - p.
     const double grow = missing > 0 && slack > 0 ? (missing < slack ? missing / slack : 1) : 0;
     const double factor = (missing < 0 ? k / sum : 1) * static_cast<double>(one());

@@ -119,8 +119,8 @@ class SoftmaxSearch {
     for (int pass = 0; pass < 24; ++pass) {
       const Filled at = filled(static_cast<T>(factor));
       const double proven = fine * (at.excess > 0 ? at.free : at.slack) + rounding;
-      // If the entries at their bounds already sum to k (`rest` is 0), the search continues, because one of them must
-      // decrease: the one that depends on k.
+      // If the entries at their bounds already sum to k (`rest` is 0), the search continues until one of them falls
+      // below its bound, because that entry depends on k.
       if (at.rest > 1e-20 && (at.excess > 0 ? at.excess : -at.excess) <= proven) {
         // The last Newton step ends between the current point and the root, or at most as far below the root as the
         // current point is above it.
@@ -245,7 +245,7 @@ class SparsemaxSearch {
       if (at.free > 0) {
         step = -excess / static_cast<double>(at.free);
       } else {
-        // The sum is flat: go to the next entry that changes it, and slightly beyond.
+        // The sum is constant near nu, so move to the next nu at which an entry changes it, and slightly beyond.
         const double size = excess > 0 ? excess : -excess, into = 0.5 * (size < unit_ ? size : unit_);
         step = excess > 0 ? -(gap<true>() + into) : gap<false>() + into;
       }

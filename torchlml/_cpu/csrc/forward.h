@@ -1,4 +1,4 @@
-// The forward pass, for special rows, for general rows with masks or infinities, and for ordinary rows.
+// The forward pass for special rows, for general rows with masks or infinities, and for ordinary rows.
 #pragma once
 
 #include "lanes.h"
@@ -234,7 +234,8 @@ ForwardRow<S> forward_row(const ForwardArgs& args, const Span& span, int64_t r, 
 template <class S>
 class LaneBlock {
   static constexpr int most_blocks = 2;
-  static constexpr int64_t most_columns = 2048 / block_rows;  // columns of two blocks that fit into the L1 cache
+  // The number of columns, in both blocks together, that fit into the L1 cache.
+  static constexpr int64_t most_columns = 2048 / block_rows;
 
  public:
   explicit LaneBlock(const ForwardArgs& args) : args_(args) {}
@@ -303,7 +304,7 @@ class LaneBlock {
     if (args_.output == Output::projection) solver.write(y, in_[b].size);
   }
 
-  // Writes a row that needs special treatment. Returns false if `LaneSolver::write` should write it after all.
+  // Writes a row that needs special treatment. Returns false for other rows, which `LaneSolver::write` should write.
   template <class F>
   __attribute__((noinline)) bool write_alone(int b, int i, const F& otherwise) const {
     const LaneSolver& solver = solver_[b];

@@ -232,7 +232,7 @@ class LaneSolver {
     };
     int64_t j = 0;
     for (; j + 4 <= size_; j += 4) add(j, 0), add(j + 1, 1), add(j + 2, 2), add(j + 3, 3);
-    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // same result as for columns padded with zeros
+    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // the same result as with zero-padded columns
     count_ = gaps ? __builtin_convertvector(count, vfloat) : splat(static_cast<float>(size_));
     const vfloat inverse = 1.0f / count_, mean = ((sum[0] + sum[1]) + (sum[2] + sum[3])) * inverse;
     const vfloat square = ((squares[0] + squares[1]) + (squares[2] + squares[3])) * inverse;

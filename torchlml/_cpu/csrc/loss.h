@@ -6,7 +6,7 @@
 namespace torchlml {
 namespace {
 
-// Calls f(place, c) for each label of one row, where `place` is relative to the row's first entry and c is the weight.
+// Calls f(place, c) for each label of one row, where `place` is the label's index in the row and c is its weight.
 template <class T, class F>
 LML_INLINE void each_label(const LabelArgs& labels, const Batch& batch, int64_t r, const Span& span, const F& f) {
   const T* weight = static_cast<const T*>(labels.weight);

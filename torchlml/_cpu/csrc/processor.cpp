@@ -36,13 +36,13 @@ constexpr unsigned bit(int i) { return 1u << i; }
 int processor_level() {
   constexpr unsigned fma = bit(12), movbe = bit(22), osxsave = bit(27), avx = bit(28), f16c = bit(29);  // leaf 1, c
   constexpr unsigned bmi = bit(3), avx2 = bit(5), bmi2 = bit(8);                                        // leaf 7, b
-  constexpr unsigned avx512 = bit(16) | bit(17) | bit(28) | bit(30) | bit(31);  // f, dq, cd, bw, vl: leaf 7, b
+  constexpr unsigned avx512 = bit(16) | bit(17) | bit(28) | bit(30) | bit(31);  // F, DQ, CD, BW, VL: leaf 7, b
   constexpr unsigned lzcnt = bit(5);                                            // leaf 0x80000001, c
   if (!all(cpuid(1).c, fma | movbe | osxsave | avx | f16c)) return 1;
   if (!all(cpuid(7).b, bmi | avx2 | bmi2) || !all(cpuid(0x80000001).c, lzcnt)) return 1;
   const unsigned saved = saved_registers();
   if (!all(saved, 0x06)) return 1;                             // xmm, ymm
-  return all(cpuid(7).b, avx512) && all(saved, 0xe6) ? 4 : 3;  // also mask registers and zmm
+  return all(cpuid(7).b, avx512) && all(saved, 0xe6) ? 4 : 3;  // also the mask registers and zmm
 }
 
 }  // namespace torchlml

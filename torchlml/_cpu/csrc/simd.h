@@ -35,8 +35,8 @@ template <>
 struct Lanes<float> {
   typedef float V __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef int32_t I __attribute__((vector_size(LML_VECTOR_BYTES)));
-  typedef uint16_t H __attribute__((vector_size(LML_VECTOR_BYTES / 2)));  // the same lanes in 16 bits
-  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // the same lanes in 8 bits
+  typedef uint16_t H __attribute__((vector_size(LML_VECTOR_BYTES / 2)));  // the same number of 16-bit lanes
+  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // the same number of 8-bit lanes
 };
 template <>
 struct Lanes<double> {
@@ -171,7 +171,7 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
   return greater(splat(static_cast<T>(count)), index);
 }
 
-// Computes 1 / a for 1 <= |a| < 1e37, on x86 without a division, which is the most expensive instruction here. The
+// Computes 1 / a for 1 <= |a| < 1e37. On x86, it avoids division, which would be the most expensive instruction. The
 // result is accurate to about the last digit. With `rough`, a single Newton step leaves it up to 1e-7 too close to 0.
 template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {

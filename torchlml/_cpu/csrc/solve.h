@@ -15,10 +15,10 @@ template <class T>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float top = 60;           // largest z: larger values are clamped, so that exp(z) is finite
+  static constexpr float top = 60;           // largest z; larger values are clamped, so that exp(z) is finite
   static constexpr double reach = 16;        // largest |delta| before the row must be centered again
   static constexpr double slope = 1e-12;     // smallest sum of w, per entry, that clamping z cannot affect
-  static constexpr double last_step = 5e-3;  // longest last step: its cubic error is below 1e-7
+  static constexpr double last_step = 5e-3;  // longest last step, whose cubic error is below 1e-7
   static constexpr double gap = 0.02;        // if sum(w) / sum(y) is smaller, sum(y) is treated as a staircase in nu
 };
 template <>
@@ -101,7 +101,7 @@ LML_INLINE double guess(const S* x, const Target& target) {
 template <class T>
 struct Fit {
   enum Status { solved, not_finite, declined, careful } status;
-  bool clamped;  // a flipped target had an entry with a clamped exp(z), whose tiny y cannot be computed from e
+  bool clamped;  // the target is flipped, and an exponential was clamped, so a tiny y cannot be computed from it
   Threshold nu;
   double odds;  // if solved, exp(z) = e * odds, or exp(-z) = e * odds for a flipped target
   Vec<T> tail;  // the last, partial vector of e
