@@ -153,7 +153,7 @@ def solve(
         easy = torch.cat([easy, hard[~wide]]).sort().values
     _iterate(part, state, easy, low, high, estimate, width, group)
     if part.labels is not None:
-        # Labels in rows without iterations (free rows, or rows solved in closed form) are not evaluated yet.
+        # Labels in rows without iterations (free or solved in closed form) have not been evaluated yet.
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
             own = part.labels.of(rest, x.shape[0])

@@ -112,7 +112,7 @@ class KSubset(Distribution):
             self.k = self.k.expand(batch)
         self._name = name
         setattr(self, name, parameter.expand(*batch, -1))
-        # Skip the checks of the base class: their messages are less informative, and they fail for an empty
+        # Skip the validation in the base class: its messages are less informative, and it fails for an empty
         # batch.
         super().__init__(batch, parameter.shape[-1:], validate_args=False)
         self._validate_args = Distribution._validate_args if validate_args is None else validate_args

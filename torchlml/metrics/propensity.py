@@ -50,7 +50,7 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
     check_number(a, "a", "a nonnegative number", 0)
     check_number(b, "b", "a nonnegative number", 0)
     if b == 0 and bool((counts == 0).any()):
-        raise ValueError("`b` must be positive if the count of a label is 0, but it is 0.")
+        raise ValueError("`b` must be positive if a label has a count of 0, but `b` is 0.")
     c = (math.log(rows) - 1) * (b + 1) ** a
     return 1 / (1 + c * (counts.to(wide_dtype(counts.device)) + b) ** -a)
 
