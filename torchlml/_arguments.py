@@ -83,7 +83,9 @@ def canonical(
         c = canonical(*plain, any_k=any_k, name=name)
         return c._replace(outer=c.x.shape if c.outer is None else c.outer, jagged=jagged)
     if sharded and offsets is not None:
-        raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")
+        raise ValueError(
+            "`offsets` must be None if rows are sharded across processes, but it was given; pass dense rows."
+        )
     check_tensor(x, name)
     if x.dtype not in _DTYPES:
         raise TypeError(

@@ -200,7 +200,7 @@ Plain = tuple[Tensor, Any, int, Tensor | None, Tensor | None]
 class Jagged(NamedTuple):
     """The nested input tensor, and the dimension of its labels."""
 
-    like: Any  # a NestedTensor; Any, because torch does not declare its methods
+    like: Any  # a NestedTensor, typed as Any because torch does not declare its methods
     name: str
     dim: int  # the dimension of the labels in the values
 

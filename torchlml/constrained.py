@@ -19,8 +19,8 @@ from torchlml._capped import (
 from torchlml._rows import Rows, rows_of, shifted
 from torchlml._solve.newton import add
 
-# Rows of 10 to 1000 normally distributed logits take 1 to 7 passes. After these numbers of passes, every
-# second pass bisects.
+# The number of passes after which every second pass bisects. Rows of 10 to 1000 normally distributed logits
+# take only 1 to 7 passes.
 _SOFTMAX_FREE_PASSES, _SPARSEMAX_FREE_PASSES = 8, 16
 # At least 292 of these passes bisect, which narrows even a bracket of width 1e70 to the spacing of doubles.
 _MAX_PASSES = 600

@@ -340,7 +340,7 @@ def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point 
 
 
 def follow_path(problem: Problem, goal: float) -> Point:
-    """Solve at decreasing temperatures, halving down to 1, each time from the previous solution."""
+    """Halve a high temperature until it is 1, and start each solve from the previous solution."""
     scale = min(1.0, 8.0 / max(problem.range, 1e-300))
     mu = torch.zeros_like(problem.capacity)
     while scale < 1:

@@ -256,7 +256,8 @@ def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_ind
     """
     if any(isinstance(t, Tensor) and t.requires_grad for t in (weight, target)):
         raise ValueError(
-            "`weight` and `target` must not require a gradient if the labels are sharded across processes."
+            "`weight` and `target` must not require a gradient if the labels are sharded across processes, "
+            "but one of them does."
         )
     if isinstance(target, Tensor) and target.dtype in (torch.int64, torch.uint8):
         if weight is not None:
@@ -291,7 +292,7 @@ class OwnLabels(NamedTuple):
 
 
 def row_losses(x: Tensor, k: Tensor, mask: Tensor | None, labels: OwnLabels, split: LabelSplit) -> Tensor:
-    """Return the loss and the number of labels for each row, as a tensor (2, R) that all processes share."""
+    """Return the loss and the number of labels for each row, as (2, R), identical on every process."""
     return _Loss.apply(x, k, mask, *labels, split)
 
 

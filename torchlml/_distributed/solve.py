@@ -76,8 +76,8 @@ class Solution(NamedTuple):
 
     Each field has one number per row, except that `nu` is a pair (2, R) as in `_torch/careful.py` and `marks`
     has several columns. `log_slope` is log(sum(w)). `share` is y at +inf entries, and `infinite` is their
-    number. `free` marks the rows in which nu = 0 satisfies a bound; nu is then constant. With c the weight of
-    a label, `loss` is the sum of -c * log(y) over the labels at finite entries, and `change` is the sum of
+    number. `free` marks the rows in which nu = 0 satisfies a bound; nu is then constant. For
+    labels with weight c at finite entries, `loss` is the sum of -c * log(y), and `change` is the sum of
     c * (1 - y). `marks` contains the numbers passed to `solve` as `marks`, summed over all processes.
     """
 

@@ -96,7 +96,8 @@ class KSubset(Distribution):
         validate_args: bool | None = None,
     ) -> None:
         if (logits is None) == (probs is None):
-            raise ValueError("Exactly one of `logits` and `probs` must be given.")
+            given = "neither was" if logits is None else "both were"
+            raise ValueError(f"Exactly one of `logits` and `probs` must be given, but {given}.")
         name, parameter = ("logits", logits) if probs is None else ("probs", probs)
         _check_parameter(parameter, name)
         assert parameter is not None

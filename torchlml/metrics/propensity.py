@@ -36,15 +36,14 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
         for Recommendation, Tagging, Ranking & Other Missing Label Applications" (KDD 2016).
     """
     check_tensor(counts, "counts")
-    if (
-        counts.dtype == torch.bool
-        or counts.is_complex()
-        or counts.dim() != 1
-        or not bool((counts >= 0).all())
-    ):
+    if counts.dtype == torch.bool or counts.is_complex() or counts.dim() != 1:
         raise ValueError(
             "`counts` must be a tensor of shape (n,) with nonnegative numbers, but it has dtype "
-            f"{counts.dtype} and shape {tuple(counts.shape)}, or it contains a negative number or NaN."
+            f"{counts.dtype} and shape {tuple(counts.shape)}."
+        )
+    if not bool((counts >= 0).all()):
+        raise ValueError(
+            "`counts` must contain nonnegative numbers, but it contains a negative number or NaN."
         )
     check_number(rows, "rows", "a number that is at least 3", 3)
     check_number(a, "a", "a nonnegative number", 0)
