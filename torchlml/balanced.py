@@ -65,7 +65,7 @@ def balanced_lml(
 
     With `bound="exactly"`, `k` and `capacity` must have the same total up to a relative difference of 1e-5.
     The capacities are scaled to the total of `k`, and derivatives include this scaling. With a `group`,
-    gradients are those of the sum of all processes' losses.
+    the gradients are those of the sum of the losses on all processes.
     """
     return balanced(x, k, capacity, mask, bound, start, group).y
 

@@ -56,7 +56,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 class Law:
-    """The distribution of each row of logits.
+    """The distribution over sets that each row of logits defines.
 
     Args:
         x: (R, n) logits. Entries of -inf are never chosen, and entries of +inf are always chosen. If more

@@ -58,8 +58,8 @@ class KSubset(Distribution):
         logits: a tensor of shape (..., n). An entry with logit -inf is never chosen, and an entry with logit
             +inf is always chosen. If more than k logits are +inf, k of these entries are chosen uniformly at
             random.
-        probs: an alternative to `logits`, of shape (..., n): the success probabilities of independent coin
-            flips, which are conditioned on k successes. They correspond to
+        probs: an alternative to `logits`: a tensor of shape (..., n) with the success probabilities of
+            independent coin flips, which are conditioned on k successes. They correspond to
             `logits = log(probs / (1 - probs))`.
         validate_args: whether to check arguments and values, as in `torch.distributions`.
 

@@ -24,7 +24,7 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
         tensor([0.0842, 0.2199, 0.7669], dtype=torch.float64)
 
     Args:
-        counts: the number of training samples in which each label was observed, of shape (n,).
+        counts: a tensor of shape (n,) with the number of training samples in which each label was observed.
         rows: the number of training samples, at least 3.
         a, b: the parameters A and B of the model. The published values are 0.5 and 0.4 for WikiLSHTC-325K and
             Wikipedia-500K, 0.6 and 2.6 for Amazon-670K and Amazon-3M, and the defaults for all other data
@@ -64,8 +64,8 @@ class PropensityScoredPrecision(TopKMetric):
         {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
 
     Args:
-        propensities: the probability that each label is observed if it is true, greater than 0 and at most 1,
-            of shape (n,). Use `label_propensities` or your own estimate. The propensities are stored in
+        propensities: a tensor of shape (n,) with the probability that each label is observed if it is true,
+            from 1e-9 to 1. Use `label_propensities` or your own estimate. The propensities are stored in
             float64, regardless of the dtype of the model.
         k, ignore_index, **settings: as for `TopKRecall`.
         group: as for `TopKRecall`. `propensities` then covers only the labels of this process.
@@ -171,7 +171,7 @@ def propensity_scored_precision(
         {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
 
     Args:
-        propensities: the propensity of each class, of shape (n,), as for `PropensityScoredPrecision`.
+        propensities: the propensities of the classes (n,), as for `PropensityScoredPrecision`.
         classes: the class index of each score, an int64 tensor. It is required with `offsets`.
         preds, target, k, ignore_index, mask, offsets, group: as for `topk_recall`.
     """

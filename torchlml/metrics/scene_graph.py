@@ -64,7 +64,7 @@ class SceneGraphRecall(CountingMetric):
       object class never occurs in the training data. To compute it, remove all other relations.
     - A micro average divides the number of matched relations in all images by the number of relations in all
       images, which gives more weight to images with many relations.
-    - Code that adds a pixel to the widths and heights of boxes gets slightly higher overlaps.
+    - Some implementations add a pixel to the widths and heights of boxes, which increases overlaps slightly.
     """
 
     recalled: Tensor
