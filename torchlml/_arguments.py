@@ -83,7 +83,9 @@ def canonical(
         c = canonical(*plain, any_k=any_k, name=name)
         return c._replace(outer=c.x.shape if c.outer is None else c.outer, jagged=jagged)
     if sharded and offsets is not None:
-        raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")
+        raise ValueError(
+            "`offsets` must be None if rows are sharded across processes, but it was given; pass dense rows."
+        )
     check_tensor(x, name)
     if x.dtype not in _DTYPES:
         raise TypeError(
@@ -127,7 +129,7 @@ def canonical(
 
 
 def check_tensor(t: Any, name: str, like: Tensor | None = None, owner: str = "`x`") -> None:
-    """Raise an error unless `t` is a dense tensor, on the device of `like` if that is given."""
+    """Raise an error unless `t` is a dense tensor and, if `like` is given, on the same device as `like`."""
     if not isinstance(t, Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(t).__name__}.")
     if t.layout != torch.strided or (like is not None and t.is_nested):
@@ -213,7 +215,7 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def check_limit(k: Any) -> None:
-    """Raise an error unless k is finite and at least 0, which can be checked before the input is known."""
+    """Raise an error unless k is finite and at least 0. Unlike `check_k`, this does not need the input."""
     if isinstance(k, Tensor):
         check_k(k, k.shape, None, k.device)
     else:
@@ -248,7 +250,7 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
 
 
 def expand(t: Tensor, name: str, shape: torch.Size, accepted: str) -> Tensor:
-    """Broadcast `t` to a shape, or raise an error that names the `accepted` shapes."""
+    """Broadcast `t` to `shape`, or raise an error in which `accepted` completes "`name` must ..."."""
     try:
         return t.expand(shape)
     except RuntimeError:
@@ -311,7 +313,7 @@ def is_sharded(x: Any, group: Any = None) -> bool:
 def _scalar(k: Any, device: str) -> Tensor:
     if not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
         k = float(k)  # a fraction or a NumPy number
-    # Always on the CPU, regardless of the default device: a 0-d CPU tensor works with tensors on any device.
+    # Use the CPU, regardless of the default device: a 0-d CPU tensor works with tensors on any device.
     return torch.scalar_tensor(k, dtype=wide_dtype(torch.device(device)), device="cpu")
 
 
@@ -324,5 +326,5 @@ def cached_scalar(k: Any, device: str) -> Tensor:
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is enabled for a device type; False for "meta", for which torch raises an error."""
+    """Whether autocast is enabled for a device type. For "meta", which torch would reject, it is False."""
     return device != "meta" and torch.is_autocast_enabled(device)

@@ -1,9 +1,10 @@
 """Code shared by the two constrained projections: arguments, operators, and rows that need no solver.
 
-Both map a row onto {0 <= y <= upper, sum(y) = k} by y = clip(f(x + nu), 0, upper), where f is the exponential
-or the identity. `upper` is the cap on an entry, and an entry at its cap is called saturated. Given the set of
-saturated entries, there is an explicit formula for nu in terms of the other entries. An operator finds the
-set, which is a constant for autograd, and differentiating the formula gives exact derivatives of every order.
+Both project a row onto {0 <= y <= upper, sum(y) = k}. The result is y = clip(f(x + nu), 0, upper), where f is
+the exponential or the identity. `upper` is the cap on an entry, and an entry at its cap is called saturated.
+Given the set of saturated entries, there is an explicit formula for nu in terms of the other entries. An
+operator finds the set, which is a constant for autograd. Differentiating the formula then gives exact
+derivatives of every order.
 Calls without function transforms use separate operators with explicit gradients.
 
 The pure PyTorch version computes in double precision and rounds once, at the end.
@@ -32,10 +33,11 @@ class ConstrainedProjection:
     """One of the two constrained projections: its operators and its gradient, built from three functions.
 
     Args:
-        name: the operators are named NAME_forward, NAME_backward and NAME_dual.
-        solve: a function of x, k (R,), upper (0-d, or with the shape of x) and offsets, all in the wide
-            dtype. x is -inf for absent entries and +inf for entries known to be saturated. Every row has
-            0 < k < sum(upper) and a finite entry, or is empty. The function returns nu as a pair (2, R).
+        name: the prefix of the operator names NAME_forward, NAME_backward and NAME_dual.
+        solve: a function of x, k (R,), upper (0-d, or with the shape of x) and offsets. The first three are
+            in the wide dtype. x is -inf for absent entries and +inf for entries known to be saturated. Every
+            row has 0 < k < sum(upper) and a finite entry, or is empty. The function returns nu as a pair
+            (2, R).
         values: a function that computes y from `CappedRows` with differentiable operations.
         moves: a function that returns dy/dz for each entry of `CappedRows`, and a mask of the saturated
             entries.
@@ -135,7 +137,7 @@ def pair(hi: Tensor, lo: Tensor) -> Tensor:
 
 
 def sum_at_caps(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
-    """Sum the caps of the saturated entries of each row.
+    """Sum the caps of the saturated entries in each row.
 
     `limit` has the shape of x, or shape (R, 1) for one cap per row.
     """
@@ -240,7 +242,8 @@ def read(
 def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
     """Raise an error if the caps of a row sum to less than k, beyond rounding errors."""
     dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else room.dtype
-    # upper = k / n is rounded once, and its sum over n entries a few more times, in the dtype of `upper`.
+    # Tolerate rounding errors: if the caller passes upper = k / n, rounded to the dtype of `upper`, the caps
+    # may sum to slightly less than k.
     missing = k - room * (1 + 16 * torch.finfo(dtype).eps)
     if missing.numel() and bool((missing > 0).any()):
         row = int(missing.argmax())

@@ -6,7 +6,7 @@ to the entries. This is the bottom layer of the library: it imports only torch.
 Nested tensors with the layout `torch.jagged` are converted to values and offsets, and results are converted
 back. If the label dimension is ragged, (B, j), the rows form a ragged batch: values and offsets. If the
 number of rows is ragged and each row has n labels, (B, j, n), the values are dense rows. Results share the
-offsets of the input, because torch only combines nested tensors with the same offsets.
+offsets of the input, because torch combines only nested tensors with the same offsets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def empty_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def empty_gradients(x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialized tensors for dx and dk, the gradients of x and of each row's k."""
+    """Return uninitialized tensors for dx and dk, the gradients with respect to x and to each row's k."""
     return torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=wide_dtype(x.device))
 
 
@@ -108,9 +108,9 @@ class DenseRows:
         return x.topk(self.length + 1 - top, largest=False, sorted=False).values.amax(-1)
 
     def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `count` largest entries of each row, descending, and the `values` at their positions.
+        """Return each row's `count` largest entries in descending order, and the `values` at their positions.
 
-        Both have shape (R, count). Past the end of a row, they are -inf and 0.
+        Both have shape (R, count). Past the end of a row, they are -inf and 0, respectively.
         """
         some = min(count, self.length)
         largest, place = x.topk(some)
@@ -200,7 +200,7 @@ Plain = tuple[Tensor, Any, int, Tensor | None, Tensor | None]
 class Jagged(NamedTuple):
     """The nested input tensor, and the dimension of its labels."""
 
-    like: Any  # a NestedTensor, whose methods torch does not declare
+    like: Any  # a NestedTensor, typed as Any because torch does not declare its methods
     name: str
     dim: int  # the dimension of the labels in the values
 
@@ -231,7 +231,7 @@ class Jagged(NamedTuple):
         return self.ragged - (self.dim + 1 < self.ragged)
 
     def values(self, t: Any, name: str, ragged: int, may_read: bool) -> Tensor:
-        """Return the values of a nested tensor, which must have the offsets of the input."""
+        """Return the values of the nested tensor `t`. It must have the same offsets as the input."""
         check_jagged(t, name)
         if t._ragged_idx == ragged and self.is_like(t, may_read):
             return t.values()
@@ -241,7 +241,7 @@ class Jagged(NamedTuple):
         )
 
     def is_like(self, t: Any, may_read: bool) -> bool:
-        """Whether a nested tensor has the offsets of the input."""
+        """Whether the nested tensor `t` has the same offsets as the input."""
         offsets, own = t.offsets(), self.like.offsets()
         return offsets is own or (may_read and torch.equal(offsets, own))
 
@@ -285,7 +285,7 @@ def check_jagged(t: Any, name: str) -> None:
 def read_nested(
     x: Any, k: Any, dim: Any, mask: Any, offsets: Tensor | None, name: str, may_read: bool
 ) -> tuple[Plain, Jagged]:
-    """Return the arguments of a dense call on the values, and the object that wraps its results.
+    """Return the arguments for a call on the values of a nested `x`, and an object that wraps the results.
 
     If `may_read` is True, offsets may be compared by value. Otherwise, they must be the same tensor.
     """

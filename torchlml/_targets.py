@@ -1,8 +1,9 @@
 """Targets of the losses and metrics: the labels of each row, converted from any accepted format.
 
 The accepted formats are those of `lml_loss`. An integer target with the shape of the logits raises an error:
-it is far more often multi-hot than a list that happens to be n wide, and its values cannot be read on a GPU
-or during compilation to decide between the two. To pass such a list, add one more column of `ignore_index`.
+it is far more likely to be multi-hot than a padded list that happens to have n columns, and on a GPU or
+during compilation its values cannot be read to decide between the two. To pass such a list, add one more
+column of `ignore_index`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _FORMS = "int64 or uint8 (class indices, or lists padded with `ignore_index`), o
 
 
 class Labels(NamedTuple):
-    """The observed labels, as lists or multi-hot. Exactly one of `listed` and `observed` is not None.
+    """The observed labels, as lists or as a multi-hot tensor.
 
-    `listed` has shape (R, L) and contains classes. With offsets, it has shape (P,) and contains indices into
-    the values in ascending order, and the labels of row i are `listed[starts[i]:starts[i + 1]]`. It contains
-    every label once; negative values are padding. `observed` is a bool tensor with the shape of the logits.
-    `weight` has the shape of `listed` or `observed`, whichever is not None. If `weight` is None, every label
-    has weight 1.
+    Exactly one of `listed` and `observed` is not None. `listed` has shape (R, L) and contains classes. With
+    offsets, it has shape (P,) and contains indices into the values in ascending order, and the labels of row
+    i are `listed[starts[i]:starts[i + 1]]`. It contains every label once; negative values are padding.
+    `observed` is a bool tensor with the shape of the logits. `weight` has the shape of `listed` or
+    `observed`, whichever is not None. If `weight` is None, every label has weight 1.
     """
 
     listed: Tensor | None
@@ -40,7 +41,7 @@ class Labels(NamedTuple):
 
     @property
     def found(self) -> Tensor:
-        """The positions of labels, as a bool tensor with the shape of `listed` or `observed`."""
+        """A bool mask of the labels, with the shape of `listed` or `observed`."""
         if self.listed is not None:
             return self.listed >= 0
         assert self.observed is not None
@@ -216,8 +217,8 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
     check_tensor(values, "target", c.x, "the logits")
     if target.shape[0] != c.row_shape[0] or values.dim() != 1:
         raise ValueError(
-            f"`target` must list the labels of {c.row_shape[0]} rows, but it has {target.shape[0]} rows "
-            f"in {target.dim()} dimensions."
+            f"`target` must be a 2-d nested tensor that lists the labels of {c.row_shape[0]} rows, but it is "
+            f"{target.dim()}-d and has {target.shape[0]} rows."
         )
     # If the offsets cannot be read, a target with the same number of values as the logits is assumed to have
     # the same offsets.
@@ -268,7 +269,7 @@ def _raise_ambiguous(target: Tensor) -> NoReturn:
 
 
 def _negative(target: Tensor, ignore_index: int) -> Tensor:
-    """Return the target with negative values as padding. `ignore_index` is usually negative already."""
+    """Replace `ignore_index` with -1, unless it is already negative, as it usually is."""
     return target if ignore_index < 0 else torch.where(target == ignore_index, -1, target)
 
 

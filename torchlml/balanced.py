@@ -42,8 +42,8 @@ def balanced_lml(
     Args:
         x: logits of shape (..., rows, columns). Leading dimensions are independent problems.
         k: the sum of each row: a number, or a tensor that broadcasts to (..., rows). It may be fractional.
-        capacity: the sum of each column: a number, or a tensor that broadcasts to (..., columns). By default
-            all columns of a problem get the same share, the total of `k` divided by the number of columns.
+        capacity: the sum of each column: a number, or a tensor that broadcasts to (..., columns). By default,
+            all columns of a problem get an equal share of the total of `k`.
         mask: a bool tensor that broadcasts to the shape of `x`, with True for entries that may be chosen. All
             other entries get exactly 0.
         bound: "exactly", or "at_most" if the capacities are upper limits on the column sums.
@@ -65,7 +65,7 @@ def balanced_lml(
 
     With `bound="exactly"`, `k` and `capacity` must have the same total up to a relative difference of 1e-5.
     The capacities are scaled to the total of `k`, and derivatives include this scaling. With a `group`,
-    gradients are those of the sum of all processes' losses.
+    the gradients are those of the sum of the losses on all processes.
     """
     return balanced(x, k, capacity, mask, bound, start, group).y
 
@@ -199,7 +199,7 @@ def _agree(
             "capacity": "None" if own.capacity is None else fingerprint(own.capacity),
             "start": "None" if own.start is None else fingerprint(own.start),
             "bound": bound,
-            "need for gradients": torch.is_grad_enabled()
+            "gradient requirement": torch.is_grad_enabled()
             and any(isinstance(t, Tensor) and t.requires_grad for t in (x, k, capacity)),
         }
         total = float(own.k.detach().sum())
@@ -264,7 +264,7 @@ class _Arguments(NamedTuple):
 
 
 def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _Arguments:
-    """Validate and convert the arguments, each independently of the others."""
+    """Validate and convert the arguments of `balanced_lml` on this process."""
     mask = _check_logits(x, mask, bound)
     *batch, rows, columns = x.shape
     device, count = x.device, math.prod(batch)

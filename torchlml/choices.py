@@ -151,7 +151,7 @@ def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
     if traced or not is_plain():
         # torch.compile and vmap do not support the in-place random operation below.
         return torch.randint(256, x.shape, dtype=torch.uint8, device=x.device, **source)
-    # Drawing eight bytes at a time is faster.
+    # Drawing eight bytes at a time is faster than drawing single bytes.
     words = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(
         -(2**63), None, **source
     )
@@ -159,7 +159,7 @@ def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
 
 
 def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tensor:
-    """Sample in integer arithmetic, with probabilities in units of 2^-bits, to avoid rounding."""
+    """Draw systematic samples. Integer arithmetic, in units of 2^-bits, avoids rounding errors."""
     if p.numel() == 0:
         return torch.zeros_like(p)
     count, n = p.shape
@@ -176,8 +176,8 @@ def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tens
     missing, lacking = wanted - total, room.sum(-1, keepdim=True)
     grow = torch.where(lacking > 0, (missing / lacking).clamp(0, 1), 0)
     shrink = torch.where(missing < 0, wanted / total, 1)
-    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels can quickly compute this
-    # order.
+    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels can compute this
+    # order quickly.
     columns = torch.arange(n, device=p.device) % 4
     order = ((keys & 0xFC) + columns).argsort(stable=True)
     length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)

@@ -19,14 +19,14 @@ from torchlml._capped import (
 from torchlml._rows import Rows, rows_of, shifted
 from torchlml._solve.newton import add
 
-# Rows of 10 to 1000 normally distributed logits take 1 to 7 passes. After this many passes, every second pass
-# bisects.
+# The number of passes after which every second pass bisects. Rows of 10 to 1000 normally distributed logits
+# take only 1 to 7 passes.
 _SOFTMAX_FREE_PASSES, _SPARSEMAX_FREE_PASSES = 8, 16
 # At least 292 of these passes bisect, which narrows even a bracket of width 1e70 to the spacing of doubles.
 _MAX_PASSES = 600
 # A difference of sums below this fraction of k has lost at least three digits, so another formula is used.
 _VAGUE = 1e-3
-# A longer step would lose more than four digits of entries near 1, so the root is recomputed directly.
+# A longer step would lose more than four digits in entries near 1, so the root is recomputed directly.
 _LONG_STEP = 1e4
 
 
@@ -209,7 +209,10 @@ def _evaluate(x: Tensor, k: Tensor, nu: Tensor, caps: _Caps, rows: Rows) -> _Sum
 
 
 def _step_to_root(x: Tensor, nu: Tensor, s: _Sums, busy: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return the root for the current saturated entries and the step to it (-inf if their caps exceed k)."""
+    """Return the root for the current saturated entries and the step to it.
+
+    The step is -inf if the caps of these entries sum to k or more.
+    """
     step = (s.rest / s.filled).log()
     root = add(nu, step)
     vague = busy & (s.rest > 0) & s.vague

@@ -148,7 +148,7 @@ def lml_value(
 ) -> Tensor:
     """Compute the maximum of dot(x, y) + H(y) over 0 <= y <= 1 with sum(y) = k. Its gradient is lml(x, k).
 
-        >>> torchlml.lml_value(torch.zeros(4), 1)  # 4 log 4 - 3 log 3
+        >>> torchlml.lml_value(torch.zeros(4), 1)  # 4 * log(4) - 3 * log(3)
         tensor(2.2493)
 
     The arguments are those of `torchlml.lml`.

@@ -138,7 +138,7 @@ class TopKRouter(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move or cast the module, but keep the bias out of half precision, where averages stop changing."""
+        """Move or cast the module, but keep the bias in float32 or wider, so that updates are not lost."""
         before = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype in (torch.bfloat16, torch.float16):

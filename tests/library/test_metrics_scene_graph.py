@@ -181,10 +181,10 @@ def test_images_without_relations_do_not_count():
         ("`boxes` of shape (B, 4)", {"boxes": torch.zeros(2, 5)}, {}),
         ("`labels` of shape (B,)", {"labels": torch.zeros(3)}, {}),
         ("`scores` of shape (P, predicates)", {"scores": torch.zeros(3, 2)}, {}),
-        ("must contain indices of boxes from 0 to 1", {"pairs": torch.tensor([[0, 1], [1, 2]])}, {}),
+        ("must contain box indices from 0 to 1", {"pairs": torch.tensor([[0, 1], [1, 2]])}, {}),
         ("must not repeat a pair", {"pairs": torch.tensor([[0, 1], [0, 1]])}, {}),
         ("`relations` of shape (T, 3)", {}, {"relations": torch.zeros(2, 2)}),
-        ("must contain indices of predicates from 0 to 1", {}, {"relations": torch.tensor([[0, 1, 2]])}),
+        ("must contain predicate indices from 0 to 1", {}, {"relations": torch.tensor([[0, 1, 2]])}),
         ("must contain integer indices", {}, {"relations": torch.zeros(1, 3)}),
     ],
 )

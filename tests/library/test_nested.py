@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "lists": (
         lambda: torchlml.lml_loss(X, jagged([torch.tensor([0])] * 3), 1),
-        "`target` must list the labels of 2 rows, but it has 3 rows in 2 dimensions",
+        "`target` must be a 2-d nested tensor that lists the labels of 2 rows, but it is 2-d and has 3 rows",
     ),
     "integers": (
         lambda: torchlml.lml_loss(X, ragged_like(X, torch.ones(5).long()), 1),

@@ -388,7 +388,7 @@ def test_invalid_arguments(group: Group) -> None:
         ("same k", lambda: torchlml.lml(x, torch.full((4,), 2.0 + last), group=group)),
         ("same dtype", lambda: torchlml.lml(x.double() if last else x, 2, group=group)),
         ("same device", lambda: torchlml.lml(x.to("meta" if last else "cpu"), 2, group=group)),
-        ("same rows", lambda: torchlml.lml(x[:3] if last else x, 2, group=group)),
+        ("same row shape", lambda: torchlml.lml(x[:3] if last else x, 2, group=group)),
         ("same bound", lambda: torchlml.lml(x, 2, bound="at_most" if last else "exactly", group=group)),
         ("same function", lambda: (torchlml.log_lml if last else torchlml.lml)(x, 2, group=group)),
         ("same target", lambda: torchlml.lml_loss(x, target.flip(0) if last else target, 2, group=group)),
@@ -406,7 +406,7 @@ def test_invalid_arguments(group: Group) -> None:
         ("`offsets`", lambda: topk_recall(x, target, 2, offsets=target if last else None, group=group)),
         ("`reduction`", lambda: torchlml.lml_loss(x, target, 2, reduction=WORDS[last], group=group)),
         ("dense", lambda: linear(x, x.to_sparse() if last else x, target, 2, group=group)),
-        ("gradient of the input", lambda: linear(x.clone().requires_grad_(last), x, target, 2, group=group)),
+        ("gradient requirement", lambda: linear(x.clone().requires_grad_(last), x, target, 2, group=group)),
         ("same autocast", lambda: _under_autocast(last, lambda: linear(x, x, target, 2, group=group))),
     ]
     for words, call in cases:

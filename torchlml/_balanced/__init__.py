@@ -156,7 +156,8 @@ class _Known(NamedTuple):
 def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings, present: Tensor | None) -> _Known:
     """Check the capacities and remove the empty and full columns, whose multipliers are infinite.
 
-    `present` is the number of available rows in each column, for processes that have exchanged it.
+    `present` is the number of available rows in each column over all processes, if they have already
+    exchanged it. If it is None, it is computed from `x`.
     """
     extent, problem = s.extent, _problem(x, k, capacity, s)
     roomy = s.at_most or extent.roomy  # no column is full

@@ -126,7 +126,7 @@ def _guess(model: Problem, start: Tensor | None) -> Tensor:
 
 
 def _next(model: Problem, point: Point, goal: float) -> Tensor:
-    """Correct the sampled problem with the exact sums at a point, and return the mu that minimizes it.
+    """Correct the model with the exact sums at a point, and return the mu that minimizes the model.
 
     This requires no communication.
     """

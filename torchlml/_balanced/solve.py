@@ -135,7 +135,7 @@ def finish(problem: Problem, point: Point) -> Point:
 
 
 def _start(problem: Problem, start: Tensor | None) -> Point:
-    """Return the point to start from: the given start, unless the solver's initial guess is better."""
+    """Return the initial point: the given start if it is close, else the better of it and a new guess."""
     given = None if start is None else evaluate(problem, normalized(problem, start))
     if given is not None and given.error <= FAR:
         return given
@@ -340,7 +340,7 @@ def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point 
 
 
 def follow_path(problem: Problem, goal: float) -> Point:
-    """Solve at a high temperature, and halve it until it is 1, starting from the previous solution."""
+    """Halve a high temperature until it is 1, and start each solve from the previous solution."""
     scale = min(1.0, 8.0 / max(problem.range, 1e-300))
     mu = torch.zeros_like(problem.capacity)
     while scale < 1:
@@ -354,7 +354,8 @@ def follow_path(problem: Problem, goal: float) -> Point:
 def normalized(problem: Problem, mu: Tensor) -> Tensor:
     """Return mu in normalized form, because adding a constant to mu does not change Y.
 
-    With "exactly", mu gets mean 0. With "at_most", its largest entry becomes 0, which lowers f further.
+    With "exactly", mu gets mean 0. With "at_most", its largest entry becomes 0, which also lowers f if
+    the capacities exceed the total of k.
     """
     if problem.all_used and not problem.at_most:
         return mu - mu.mean()

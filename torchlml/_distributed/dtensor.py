@@ -172,7 +172,10 @@ def read_linear_layout(input: Any, linear_weight: Any, group: Any) -> Layout:
 
 
 def _to_local(t: DTensor, mesh: DeviceMesh, placements: Any, rows: Any) -> Tensor:
-    """Return the local part; its gradient is summed over processes with the same part and different rows."""
+    """Return the local part of `t`.
+
+    Its gradient is summed over the processes that have the same part of `t` but different rows.
+    """
     gradient = [
         Partial() if isinstance(row, Shard) and not isinstance(place, Shard) else place
         for place, row in zip(placements, rows, strict=True)

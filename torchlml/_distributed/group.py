@@ -24,7 +24,7 @@ from torchlml._arguments import is_plain
 Group = dist.ProcessGroup | DeviceMesh
 # The first message has a fixed size, because a collective with mismatched sizes may hang.
 _BYTES = 2048
-# Renamed in torch 2.13.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -81,7 +81,7 @@ def label_group(group: Any) -> LabelGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                "`group` must be a one-dimensional DeviceMesh that the labels are sharded over, but it has "
+                "`group` must be a ProcessGroup or a one-dimensional DeviceMesh, but it is a mesh with "
                 f'{group.ndim} dimensions; select one of them, as in `mesh["labels"]`.'
             )
         group = group.get_group()
@@ -97,7 +97,7 @@ def label_group(group: Any) -> LabelGroup:
 
 @dataclass
 class Agreement:
-    """The message of this process to all others, and the messages of all processes in rank order."""
+    """The message from this process to all others, and the messages from all processes in rank order."""
 
     group: LabelGroup
     own: dict[str, Any] = field(default_factory=dict)
@@ -134,9 +134,9 @@ class Agreement:
             "function": function,
             "dtype": str(x.dtype),
             "device": x.device.type,
-            "rows": list(rows),
+            "row shape": list(rows),
             "k": fingerprint(k) if isinstance(k, Tensor) else f"{float(k):.17g}",
-            "gradient of k": isinstance(k, Tensor) and k.requires_grad,
+            "gradient requirement for k": isinstance(k, Tensor) and k.requires_grad,
             "bound": bound,
         }
         self.own = {"same": common | (same or {}), "labels": labels, "masked": masked}
@@ -166,9 +166,9 @@ def agreement(group: LabelGroup, x: Any) -> Iterator[Agreement]:
 
     Args:
         group: the processes.
-        x: a tensor on the device that messages are sent from.
+        x: a tensor on the device from which messages are sent.
 
-    If the `with` block raises on one process, or if the arguments differ, every process raises an error.
+    If the `with` block raises an error on one process, or if the arguments differ, every process raises one.
     """
     agreed = Agreement(group)
     # A meta tensor cannot carry a message, so the other processes would wait for it forever.
@@ -178,7 +178,7 @@ def agreement(group: LabelGroup, x: Any) -> Iterator[Agreement]:
     try:
         yield agreed
     except Exception as error:
-        # The other processes wait for this message. Each character of it takes up to six bytes.
+        # The other processes wait for a message. Each character takes up to six bytes, so 300 of them fit.
         failure, agreed.own = error, {"error": str(error)[:300]}
     # This takes one collective, whereas all_gather_object takes two.
     text = json.dumps(agreed.own, ensure_ascii=False).encode()

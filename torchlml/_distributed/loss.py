@@ -132,7 +132,7 @@ def _linear(given: LinearLMLArguments, group: LabelGroup | None) -> Tensor:
         wide_k = check_k(k, input.shape[:-1], None, input.device, "input")
         same = _matching(settings) | {"memory_limit": memory_limit, "in_features": input.shape[-1]}
         # The gradient of the input is summed over all processes if it is requested.
-        same |= {"gradient of the input": torch.is_grad_enabled() and input.requires_grad}
+        same |= {"gradient requirement for the input": torch.is_grad_enabled() and input.requires_grad}
         # Under autocast, the logits have the autocast dtype.
         device = input.device.type
         same |= {"autocast": str(torch.get_autocast_dtype(device)) if autocasts(device) else "off"}
@@ -243,7 +243,7 @@ class ShardedTarget(NamedTuple):
         return OwnLabels(row, place, weight)
 
     def has_label(self) -> Tensor:
-        """Whether each row has a label on any process; a multi-hot target takes one communication round."""
+        """Whether each row has a label on any process. Multi-hot targets need one round of communication."""
         if self.rows.dtype == torch.int64:
             return (self.rows >= 0).any(-1)
         return self.split.group.sum((self.rows != 0).any(-1).long()) > 0
@@ -256,14 +256,15 @@ def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_ind
     """
     if any(isinstance(t, Tensor) and t.requires_grad for t in (weight, target)):
         raise ValueError(
-            "`weight` and `target` must not require a gradient if the labels are sharded across processes."
+            "`weight` and `target` must not require a gradient if the labels are sharded across processes, "
+            "but one of them does."
         )
     if isinstance(target, Tensor) and target.dtype in (torch.int64, torch.uint8):
         if weight is not None:
             check_weight(c, weight)
         return {"target": fingerprint(target), "ignore_index": ignore_index}
     read_target_rows(c, target, weight, ignore_index)
-    return {"kind of target": str(target.dtype)}
+    return {"target dtype": str(target.dtype)}
 
 
 def read_target(
@@ -291,7 +292,7 @@ class OwnLabels(NamedTuple):
 
 
 def row_losses(x: Tensor, k: Tensor, mask: Tensor | None, labels: OwnLabels, split: LabelSplit) -> Tensor:
-    """Return (2, R), the same on every process: the loss and the number of labels of each row."""
+    """Return the loss and the number of labels for each row, as (2, R), identical on every process."""
     return _Loss.apply(x, k, mask, *labels, split)
 
 
@@ -355,7 +356,7 @@ class _Loss(torch.autograd.Function):
         own = torch.where(local.live[row, place], weight * torch.sigmoid(-local.z[row, place].double()), 0)
         dx.index_put_((row, place), -(g[row] * own).to(dx.dtype), accumulate=True)
         dk = torch.where(s.nu[0].isinf() | (change == 0), 0, -g * change / s.log_slope.exp())
-        # If k < p, y = k/p at each +inf entry, and the derivative of log(k/p) with respect to k is 1/k.
+        # If a row has p > k entries of +inf, their log y is log(k/p), and its derivative in k is 1/k.
         follows_k = (s.share > 0) & (s.share < 1) & (of_infinite != 0)
         dk = torch.where(follows_k, -g * of_infinite / k, dk)
         dx, dk = local.finish(dx, dk, x)

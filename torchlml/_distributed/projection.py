@@ -92,7 +92,7 @@ class SolvedPart:
 
 
 def check_first_derivative() -> None:
-    """Raise if create_graph=True, where `once_differentiable` would silently drop the graph."""
+    """Raise an error if create_graph=True, because `once_differentiable` would silently drop the graph."""
     if wants_graph():
         raise NotImplementedError("With `group`, second derivatives are not supported.")
 
@@ -111,7 +111,7 @@ class _Project(torch.autograd.Function):
         hi, lo = s.nu.unsqueeze(-1)
         z = (values + hi) + lo
         if name == "lml":
-            # Not torch.sigmoid, whose rounding depends on an entry's position in memory.
+            # Do not use torch.sigmoid, because its rounding depends on an entry's position in memory.
             e = torch.exp(-z.abs())
             y, absent, share = torch.where(z > 0, 1, e) / (1 + e), 0.0, s.share
         else:

@@ -76,8 +76,8 @@ class Solution(NamedTuple):
 
     Each field has one number per row, except that `nu` is a pair (2, R) as in `_torch/careful.py` and `marks`
     has several columns. `log_slope` is log(sum(w)). `share` is y at +inf entries, and `infinite` is their
-    number. `free` marks the rows in which nu = 0 satisfies a bound; nu is then constant. With c the weight of
-    a label, `loss` is the sum of -c * log(y) over the labels at finite entries, and `change` is the sum of
+    number. `free` marks the rows in which nu = 0 satisfies a bound; nu is then constant. For
+    labels with weight c at finite entries, `loss` is the sum of -c * log(y), and `change` is the sum of
     c * (1 - y). `marks` contains the numbers passed to `solve` as `marks`, summed over all processes.
     """
 
@@ -153,7 +153,7 @@ def solve(
         easy = torch.cat([easy, hard[~wide]]).sort().values
     _iterate(part, state, easy, low, high, estimate, width, group)
     if part.labels is not None:
-        # Labels in rows without iterations (free rows, or rows solved in closed form) are not evaluated yet.
+        # Labels in rows without iterations (free or solved in closed form) have not been evaluated yet.
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
             own = part.labels.of(rest, x.shape[0])

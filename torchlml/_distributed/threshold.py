@@ -53,8 +53,9 @@ def find_threshold(x: Tensor, k: Tensor, available: Tensor, group: LabelGroup) -
 def solve_gap(x: Tensor, upper: Tensor, lower: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     """Return nu, relative to the middle of a wide gap, and the logarithm of the slope, in one round.
 
-    In a gap, S - k = P * e^nu - Q * e^-nu to machine precision. The threshold can lie in a gap only if k is
-    an integer; exactly k entries are then above it.
+    In a wide gap, S - k = exp(-gap / 2) * (p * exp(nu) - q * exp(-nu)) to machine precision. Here p is the
+    sum of exp(x - lower) over the entries below the gap, and q is the sum of exp(upper - x) over the entries
+    above it. The threshold can lie in a gap only if k is an integer; exactly k entries are then above it.
 
     Args:
         x: (R, n), the part of this process.

@@ -32,7 +32,7 @@ from torch import Tensor
 
 # Below this variance, polynomials up to order 5 leave a relative error of (V / 2)^8 / 6!^2 in 1 - P(A).
 _QUIET = 1 / 64
-# From this variance on, frequencies near π have weight below exp(-2 * 18) = 2e-16.
+# At or above this variance, frequencies near π have weight below exp(-2 * 18) = 2e-16.
 BUSY = 18.0
 _ORDER = 5
 _OUTER = 0.05  # entries with smaller b contribute power sums: |b * w| <= 0.1
@@ -206,9 +206,10 @@ def series_terms(variance: float) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _log_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
-    """Return matrices that map sums of 2b * x^l to the real and imaginary parts of the logarithm.
+    """Return matrices that map sums of 2b * x^l to the log of the generating function.
 
-    Here x = 1 - 2b. Both matrices have shape (terms, half + 1). They follow from
+    The first matrix gives its real part and the second its imaginary part. Here x = 1 - 2b. Both matrices
+    have shape (terms, half + 1). They follow from
     log(1 + b * w) = -2 * sum_l (iτ)^l * (T_l(x) - 1) / l with τ = tan(θ/4). The series converges because the
     singularity in x is on the ellipse with parameter 1 / τ around [-1, 1]. Expressing T_l(x) - 1 through
     1 - x^j = sum_{i<j} 2b * x^i keeps entries with tiny b accurate.
@@ -224,9 +225,9 @@ def _log_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def _slope_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
-    """Return matrices that map the real and imaginary parts of c to the polynomial D of x = 1 - 2y.
+    """Return matrices that map the real and imaginary parts of c to the polynomial coefficients of D.
 
-    Both have shape (half + 1, terms).
+    D is a polynomial in x = 1 - 2y. Both matrices have shape (half + 1, terms).
     """
     order = torch.arange(terms)
     angle = _grid(half).unsqueeze(-1)
@@ -332,7 +333,7 @@ class _Powers:
 
 
 def _stacked(first: Tensor, x: Tensor, count: int) -> Tensor:
-    """Stack `first`, `first * x`, `first * x^2` and so on to a tensor (R, count, n)."""
+    """Stack `first`, `first * x`, `first * x^2` and so on into a tensor (R, count, n)."""
     powers = [first]
     if torch.is_grad_enabled() and (first.requires_grad or x.requires_grad):
         for _ in range(count - 1):

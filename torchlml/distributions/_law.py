@@ -1,9 +1,9 @@
 """The distribution P(S) ∝ exp(sum_{i in S} x_i) over the sets S of exactly k entries, and sampling from it.
 
 The dual variable nu of `lml` tilts a row: with z = x + nu, independent coin flips with probabilities
-sigmoid(z) have k successes on average, and given exactly k successes they follow P. `_counts` computes that
-conditional distribution. This module prepares rows, including those with infinite logits, and provides
-derivatives.
+sigmoid(z) have k successes on average. Given exactly k successes, the set of successes has the distribution
+P. `_counts` computes this conditional distribution. This module prepares rows, including those with infinite
+logits, and provides derivatives.
 
 Samples are exact. Independent coin flips have exactly k successes with a probability of about
 1 / sqrt(2πV), where V is the variance of the number of successes. For small V, the coins are flipped until
@@ -56,7 +56,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 class Law:
-    """The distribution of each row of logits.
+    """The distribution over sets that each row of logits defines.
 
     Args:
         x: (R, n) logits. Entries of -inf are never chosen, and entries of +inf are always chosen. If more
@@ -64,6 +64,8 @@ class Law:
         k: (R,) int64, the sizes of the sets.
 
     If a row contains a NaN, or if fewer than k of its entries can be chosen, all results for the row are NaN.
+    The properties and the results of methods are differentiable with respect to the logits. The attributes
+    below are not.
 
     Attributes:
         forced: (R, n) bool, the entries that are chosen because their logit is +inf, or None. All other
@@ -111,7 +113,7 @@ class Law:
 
     @property
     def z(self) -> Tensor:
-        """The tilted logits, (R, n) in float64; differentiable with respect to the logits."""
+        """The tilted logits, (R, n) in float64."""
         x = self._given.double()
         return (x if self._infinite is None else torch.where(*self._infinite, x)) + self._shift
 
@@ -135,13 +137,13 @@ class Law:
 
     @property
     def inclusion(self) -> Tensor:
-        """The probability (R, n) that each entry is in the set; differentiable."""
+        """The probability (R, n) that each entry is in the set."""
         pi: Tensor = _Inclusion.apply(self.z, self)
         return pi if self.forced is None else torch.where(self.forced, 1.0, pi)
 
     @property
     def variance(self) -> Tensor:
-        """The variance (R, n) of each entry: p * (1 - p) for the inclusion probability p; differentiable.
+        """The variance (R, n) of each entry: p * (1 - p) for the inclusion probability p.
 
         It is accurate even if p rounds to 1.
         """
@@ -150,14 +152,14 @@ class Law:
 
     @property
     def log_normalizer(self) -> Tensor:
-        """The logarithm (R,) of the sum of exp(sum_{i in S} x_i) over all sets S; differentiable."""
+        """The logarithm (R,) of the sum of exp(sum_{i in S} x_i) over all sets S."""
         value = self._sum_of_a - self.d * self.nu + self.log_ratio
         value = _with_value(_LogNormalizer.apply(self.z, self), value)
         return value if self._diverges is None else torch.where(self._diverges, torch.inf, value)
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy (R,), which is the expectation of -log P(S); differentiable."""
+        """The entropy (R,), which is the expectation of -log P(S)."""
         z = self.z
         # All terms are nonnegative except the logarithm of a probability inside `log_ratio`, which is small
         # compared with the sum.
@@ -167,7 +169,7 @@ class Law:
         return _with_value(_LogNormalizer.apply(z, self) - expected, value)
 
     def cross_entropy(self, other: Law) -> Tensor:
-        """Return the expectation (R,) of -log Q(S), where Q is the `other` distribution; differentiable."""
+        """Return the expectation (R,) of -log Q(S), where Q is the `other` distribution."""
         z, pi = other.z, self.inclusion
         # The probability that an entry is not on the side that is more likely under Q. It is accurate even if
         # pi or 1 - pi rounds to 1.
@@ -185,9 +187,10 @@ class Law:
         return (deviation * cost).sum(-1) + other._relative_normalizer(z)
 
     def log_prob(self, chosen: Tensor) -> Tensor:
-        """Return the log probability (..., R) of sets given as a bool tensor (..., R, n); differentiable."""
+        """Return the log probability (..., R) of sets given as a bool tensor (..., R, n)."""
         z, present = self.z, chosen if self.forced is None else chosen & ~self.forced
-        # All terms of sum_S z - sum_A z are negative: members of A missing from S, and members of S not in A.
+        # No term of sum_S z - sum_A z is positive: the terms are -z for members of A missing from S, and z
+        # for members of S not in A.
         cost = torch.where(present == self.above, 0, torch.where(self.above, -z, z)).sum(-1)
         result = cost - self._relative_normalizer(z)
         if self.forced is None:
@@ -202,7 +205,7 @@ class Law:
         return self.log_prob(chosen.scatter_(-1, places, True)[..., :n])
 
     def log_prob_containing(self, observed: Tensor) -> Tensor:
-        """Return the log probability (R,) that the set contains all `observed` entries; differentiable.
+        """Return the log probability (R,) that the set contains all `observed` entries.
 
         For the observed entries Y, it is sum_Y x + log e_{k - |Y|}(x without Y) - log e_k(x), where e_j is
         the j-th elementary symmetric polynomial of exp(x). Each normalizer has its own tilt and is computed
@@ -336,7 +339,7 @@ def _sample_rows(law: Law, row: Tensor, level: int, drawn: Tensor) -> None:
 
 
 def _blocks(b: Tensor, side: Tensor, level: int) -> list[_Block]:
-    """Split the columns into halves, quarters and so on, as long as the probabilities can be computed."""
+    """Split off half of the columns, then half of the rest, and so on, while the rest has enough variance."""
     n, blocks = b.shape[-1], []
     columns = torch.randperm(n, device=b.device) if level else torch.arange(n, device=b.device)
     for _ in range(level):

@@ -58,8 +58,8 @@ class KSubset(Distribution):
         logits: a tensor of shape (..., n). An entry with logit -inf is never chosen, and an entry with logit
             +inf is always chosen. If more than k logits are +inf, k of these entries are chosen uniformly at
             random.
-        probs: an alternative to `logits`, of shape (..., n): the success probabilities of independent coin
-            flips, which are conditioned on k successes. They correspond to
+        probs: an alternative to `logits`: a tensor of shape (..., n) with the success probabilities of
+            independent coin flips, which are conditioned on k successes. They correspond to
             `logits = log(probs / (1 - probs))`.
         validate_args: whether to check arguments and values, as in `torch.distributions`.
 
@@ -96,7 +96,8 @@ class KSubset(Distribution):
         validate_args: bool | None = None,
     ) -> None:
         if (logits is None) == (probs is None):
-            raise ValueError("Exactly one of `logits` and `probs` must be given.")
+            given = "neither was" if logits is None else "both were"
+            raise ValueError(f"Exactly one of `logits` and `probs` must be given, but {given}.")
         name, parameter = ("logits", logits) if probs is None else ("probs", probs)
         _check_parameter(parameter, name)
         assert parameter is not None
@@ -112,7 +113,7 @@ class KSubset(Distribution):
             self.k = self.k.expand(batch)
         self._name = name
         setattr(self, name, parameter.expand(*batch, -1))
-        # Skip the checks of the base class: their messages are less informative, and they fail for an empty
+        # Skip the validation in the base class: its messages are less informative, and it fails for an empty
         # batch.
         super().__init__(batch, parameter.shape[-1:], validate_args=False)
         self._validate_args = Distribution._validate_args if validate_args is None else validate_args

@@ -14,7 +14,7 @@ _USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum", "g
 
 
 class TopKLoss(nn.Module):
-    """Base class of the loss modules. It stores all arguments of a loss function except the batch.
+    """Base class of the loss modules. It stores the arguments that are the same for every batch.
 
     Args:
         k: the number of labels to predict.

@@ -32,7 +32,7 @@ from torchlml.losses.truncated_entropy import dense_entropy
 MEMORY_LIMIT = 64 * 2**20
 
 
-# Compilation cannot improve the loop over chunks: its matrix products and its loss are single operators.
+# Compilation cannot improve the loop over chunks: each matrix product and each loss is a single operator.
 @not_compiled
 def linear_lml_loss(
     input: Tensor,
@@ -131,7 +131,7 @@ class LinearLMLLoss(TopKLoss):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of a batch. The arguments are those of `linear_lml_loss`."""
+        """Compute the loss for a batch. The arguments are those of `linear_lml_loss`."""
         layer = self.linear
         return linear_lml_loss(input, layer.weight, target, self.k, linear_bias=layer.bias, **self.settings)
 
@@ -188,7 +188,7 @@ def linear_truncated_entropy_loss(
 
 
 class LinearTruncatedEntropyLoss(TopKLoss):
-    """The last linear layer, `self.linear`, and `linear_truncated_entropy_loss` in one module.
+    """The last linear layer (`self.linear`) and `linear_truncated_entropy_loss` in one module.
 
         >>> loss = torchlml.LinearTruncatedEntropyLoss(16, 1000, k=5)
         >>> loss(torch.randn(32, 16), torch.randint(1000, (32,))).backward()
@@ -217,6 +217,6 @@ class LinearTruncatedEntropyLoss(TopKLoss):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of a batch. The arguments are those of `linear_truncated_entropy_loss`."""
+        """Compute the loss for a batch. The arguments are those of `linear_truncated_entropy_loss`."""
         weight, bias = self.linear.weight, self.linear.bias
         return linear_truncated_entropy_loss(input, weight, target, self.k, linear_bias=bias, **self.settings)

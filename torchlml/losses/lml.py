@@ -1,4 +1,4 @@
-"""The LML loss: maximum likelihood of the observed labels under a projection that chooses k labels."""
+"""The LML loss: the negative log-likelihood of the labels under a projection that chooses k labels."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def lml_loss(
         target: class indices of shape (...), lists of class indices of shape (..., L) padded with
             `ignore_index`, or a bool or float multi-hot tensor with the shape of the logits, in which floats
             are label weights. With `offsets`, a 1-d multi-hot tensor, or indices into the values. For ragged
-            nested logits, a nested multi-hot tensor, or label indices within each row: one per row of shape
-            (B,), padded lists of shape (B, L), or a nested tensor. An integer target with the shape of the
-            logits raises an error, because it could be multi-hot or a list. Pass `target.bool()`, or add a
-            column of `ignore_index` to the list.
+            nested logits, a nested multi-hot tensor, or label indices within each row, as a tensor of shape
+            (B,) with one index per row, padded lists of shape (B, L), or a nested tensor. An integer target
+            with the shape of the logits raises an error, because it could be multi-hot or a list. Pass
+            `target.bool()`, or add a column of `ignore_index` to the list.
         k: the number of labels to predict, as for `torchlml.lml`: one number, or one number per row. The loss
             is differentiable with respect to it. If k = 0 in a row that has a label, a ValueError is raised
             on the CPU. On other devices, this check would synchronize the device, so the loss is infinite
@@ -68,8 +68,9 @@ def lml_loss(
 
     For observed labels Y, the loss of a row is `-sum_{j in Y} log(y_j)`, where `y = lml(logits, k)`. With a
     `weight`, the mean divides by the number of rows that have a label, whereas `F.cross_entropy` divides by
-    the sum of the weights. The gradient is `A * w_i / sum(w) - (1 - y_i) * [i in Y]`, where w = y * (1 - y)
-    and A = sum_{j in Y} (1 - y_j). It does not vanish, no matter how low the logit of a label is.
+    the sum of the weights. The gradient with respect to logit i is
+    `A * w_i / sum(w) - (1 - y_i) * [i in Y]`, where w = y * (1 - y) and A = sum_{j in Y} (1 - y_j). It does
+    not vanish for a label, no matter how low its logit is.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     if is_sharded(logits, group):
@@ -108,5 +109,5 @@ class LMLLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch. The arguments are those of `lml_loss`."""
+        """Compute the loss for a batch. The arguments are those of `lml_loss`."""
         return lml_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)

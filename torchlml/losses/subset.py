@@ -1,4 +1,4 @@
-"""The subset loss: maximum likelihood of the observed labels under a distribution over sets of k labels."""
+"""The subset loss: the negative log-likelihood of the labels under a distribution over sets of k labels."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SubsetLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch. The arguments are those of `subset_loss`."""
+        """Compute the loss for a batch. The arguments are those of `subset_loss`."""
         return subset_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 

@@ -1,4 +1,7 @@
-"""The top-k SVM loss and its smooth version (Berrada, Zisserman and Kumar, 2018), without overflow."""
+"""The top-k SVM loss and its smooth version (Berrada, Zisserman and Kumar, 2018).
+
+The smooth loss is computed without overflow at any temperature.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ class TopKSVMLoss(TopKLoss):
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch. The arguments are those of `topk_svm_loss`."""
+        """Compute the loss for a batch. The arguments are those of `topk_svm_loss`."""
         return topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
@@ -172,7 +175,7 @@ class SmoothTopKSVMLoss(TopKLoss):
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, tau=tau, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch. The arguments are those of `smooth_topk_svm_loss`."""
+        """Compute the loss for a batch. The arguments are those of `smooth_topk_svm_loss`."""
         return smooth_topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
@@ -246,7 +249,7 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
     """Multiply the polynomials failure + success * t pairwise, dropping powers above k, until one is left."""
     columns = success.shape[1]
-    if columns > _EVEN:  # with this padding, odd counts occur only later, when copying is cheap
+    if columns > _EVEN:  # pad to a multiple, so that odd counts occur only later, when copying is cheap
         spare = (0, -columns % _EVEN)
         success, failure = pad(success, spare), pad(failure, spare, value=1)
     # One tensor (polynomials, R) for each power.

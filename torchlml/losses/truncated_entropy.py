@@ -25,7 +25,7 @@ def truncated_entropy_loss(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Compute the cross-entropy of each label without its `k - 1` strongest competitors.
+    """Compute the truncated top-k entropy: the cross-entropy of each label without its strongest competitors.
 
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> torchlml.truncated_entropy_loss(logits, torch.tensor([1]), k=2)  # k=1 is F.cross_entropy
@@ -72,7 +72,7 @@ class TruncatedEntropyLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch. The arguments are those of `truncated_entropy_loss`."""
+        """Compute the loss for a batch. The arguments are those of `truncated_entropy_loss`."""
         return truncated_entropy_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 
@@ -81,7 +81,7 @@ def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
     x, is_label = c.x.to(work_dtype(c.x.dtype)), labels.found
     if labels.listed is not None:
         f = x.gather(-1, labels.listed.clamp(min=0))
-        # Replace padding with a label of the row, the one with the largest index.
+        # Replace padding with the row's label that has the largest index.
         out = torch.where(is_label, labels.listed, labels.listed.amax(-1, keepdim=True).clamp(min=0))
     else:
         f, out = x, is_label.long().argmax(-1, keepdim=True)
@@ -123,13 +123,13 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
-    """Return a mask of entries in which a NaN must have no effect: labels, masked entries, unlabeled rows."""
+    """Return a mask of labels, masked entries and unlabeled rows, in which a NaN must have no effect."""
     absent = ~has_label if observed is None else observed | ~has_label
     return absent if c.mask is None else absent | ~c.mask
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """Compute the logsumexp over the last dimension, with keepdim=True, in a twice differentiable way.
+    """Compute a twice differentiable logsumexp over the last dimension, with keepdim=True.
 
     An empty sum gives -inf with a gradient of 0.
     """

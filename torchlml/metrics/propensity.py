@@ -24,7 +24,7 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
         tensor([0.0842, 0.2199, 0.7669], dtype=torch.float64)
 
     Args:
-        counts: the number of training samples in which each label was observed, of shape (n,).
+        counts: a tensor of shape (n,) with the number of training samples in which each label was observed.
         rows: the number of training samples, at least 3.
         a, b: the parameters A and B of the model. The published values are 0.5 and 0.4 for WikiLSHTC-325K and
             Wikipedia-500K, 0.6 and 2.6 for Amazon-670K and Amazon-3M, and the defaults for all other data
@@ -36,21 +36,20 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
         for Recommendation, Tagging, Ranking & Other Missing Label Applications" (KDD 2016).
     """
     check_tensor(counts, "counts")
-    if (
-        counts.dtype == torch.bool
-        or counts.is_complex()
-        or counts.dim() != 1
-        or not bool((counts >= 0).all())
-    ):
+    if counts.dtype == torch.bool or counts.is_complex() or counts.dim() != 1:
         raise ValueError(
             "`counts` must be a tensor of shape (n,) with nonnegative numbers, but it has dtype "
-            f"{counts.dtype} and shape {tuple(counts.shape)}, or it contains a negative number or NaN."
+            f"{counts.dtype} and shape {tuple(counts.shape)}."
+        )
+    if not bool((counts >= 0).all()):
+        raise ValueError(
+            "`counts` must contain nonnegative numbers, but it contains a negative number or NaN."
         )
     check_number(rows, "rows", "a number that is at least 3", 3)
     check_number(a, "a", "a nonnegative number", 0)
     check_number(b, "b", "a nonnegative number", 0)
     if b == 0 and bool((counts == 0).any()):
-        raise ValueError("`b` must be positive if the count of a label is 0, but it is 0.")
+        raise ValueError("`b` must be positive if a label has a count of 0, but `b` is 0.")
     c = (math.log(rows) - 1) * (b + 1) ** a
     return 1 / (1 + c * (counts.to(wide_dtype(counts.device)) + b) ** -a)
 
@@ -65,8 +64,8 @@ class PropensityScoredPrecision(TopKMetric):
         {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
 
     Args:
-        propensities: the probability that each label is observed if it is true, greater than 0 and at most 1,
-            of shape (n,). Use `label_propensities` or your own estimate. The propensities are stored in
+        propensities: a tensor of shape (n,) with the probability that each label is observed if it is true,
+            from 1e-9 to 1. Use `label_propensities` or your own estimate. The propensities are stored in
             float64, regardless of the dtype of the model.
         k, ignore_index, **settings: as for `TopKRecall`.
         group: as for `TopKRecall`. `propensities` then covers only the labels of this process.
@@ -172,7 +171,7 @@ def propensity_scored_precision(
         {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
 
     Args:
-        propensities: the propensity of each class, of shape (n,), as for `PropensityScoredPrecision`.
+        propensities: the propensities of the classes (n,), as for `PropensityScoredPrecision`.
         classes: the class index of each score, an int64 tensor. It is required with `offsets`.
         preds, target, k, ignore_index, mask, offsets, group: as for `topk_recall`.
     """

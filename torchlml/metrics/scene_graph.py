@@ -60,11 +60,11 @@ class SceneGraphRecall(CountingMetric):
     - ng-R@K ("no graph constraint") is usually much higher than R@K for the same scores.
     - mR@K gives rare predicates the same weight as frequent ones and is usually much lower than R@K. It
       averages over the images that contain a predicate, and then over the predicates that occur.
-    - Zero-shot recall (zR@K) counts only triples of classes that never occur in the training data. To compute
-      it, remove the other triples from `relations`.
+    - Zero-shot recall (zR@K) counts only the relations whose combination of subject class, predicate and
+      object class never occurs in the training data. To compute it, remove all other relations.
     - A micro average divides the number of matched relations in all images by the number of relations in all
       images, which gives more weight to images with many relations.
-    - Code that adds a pixel to the widths and heights of boxes gets slightly higher overlaps.
+    - Some implementations add a pixel to the widths and heights of boxes, which increases overlaps slightly.
     """
 
     recalled: Tensor
@@ -80,8 +80,8 @@ class SceneGraphRecall(CountingMetric):
         super().__init__(k, **settings)
         self.constrained = constrained
         self.mean = mean
-        # There is one column for each predicate, or a single column without `mean`. The number of predicates
-        # is unknown until the first image; one column of zeros broadcasts to any number of columns.
+        # There is one column for each predicate, or a single column if `mean` is False. The number of
+        # predicates is unknown until the first image. One column of zeros broadcasts to any number.
         columns = torch.zeros(len(self._ks), 1, dtype=torch.int64)
         self.add_state("recalled", columns, dist_reduce_fx="sum")
         self.add_state("images", columns[0].clone(), dist_reduce_fx="sum")
@@ -251,9 +251,9 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
             f"`target[{image}]` must have `relations` of shape (T, 3) with the columns subject, object and "
             f"predicate, but their shape is {tuple(relations.shape)}."
         )
-    _check_indices(pairs, len(predicted["boxes"]), f"`preds[{image}]['pairs']`", "boxes")
-    _check_indices(relations[:, :2], len(true["boxes"]), f"`target[{image}]['relations']`", "boxes")
-    _check_indices(relations[:, 2], scores.shape[1], f"`target[{image}]['relations']`", "predicates")
+    _check_indices(pairs, len(predicted["boxes"]), f"`preds[{image}]['pairs']`", "box")
+    _check_indices(relations[:, :2], len(true["boxes"]), f"`target[{image}]['relations']`", "box")
+    _check_indices(relations[:, 2], scores.shape[1], f"`target[{image}]['relations']`", "predicate")
     subject, object_ = pairs.long().unbind(1)
     if len((subject * len(predicted["boxes"]) + object_).unique()) < len(pairs):
         raise ValueError(f"`preds[{image}]['pairs']` must not repeat a pair, but it contains a pair twice.")
@@ -264,6 +264,6 @@ def _check_indices(indices: Tensor, number: int, where: str, what: str) -> None:
         raise TypeError(f"{where} must contain integer indices, but its dtype is {indices.dtype}.")
     if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= number):
         raise ValueError(
-            f"{where} must contain indices of {what} from 0 to {number - 1}, but its indices range from "
+            f"{where} must contain {what} indices from 0 to {number - 1}, but its indices range from "
             f"{int(indices.min())} to {int(indices.max())}."
         )

@@ -1,4 +1,4 @@
-"""Recall, precision and nDCG of the k highest scores of each row, and the ranking code that they share.
+"""Recall, precision and nDCG for the k highest scores in each row, and the ranking code that they share.
 
 Sums are stored as integers. A metric is cast together with its model: `model.to(torch.bfloat16)`, which is
 Lightning's "bf16-true", casts every floating-point state, and a sum in bfloat16 stops growing at 256. Integer
@@ -255,8 +255,8 @@ class TopKRecall(TopKMetric):
     condition is inverted.
 
     - With one label per row, this is the top-k accuracy.
-    - Every row has the same weight, regardless of its number of labels. The micro average, the hits of all
-      rows divided by the labels of all rows, is a different metric.
+    - Every row has the same weight, regardless of its number of labels. The micro average, which
+      divides the number of hits in all rows by the number of labels in all rows, is a different metric.
     - Rows without labels are ignored. If no row has a label, the result is NaN. `TopKPrecision` and
       `TopKNDCG` count a row without labels as 0, and so does napkinXC's recall.
     - Entries that tie for the last ranks are weighted by their probability of being selected if the tie is
