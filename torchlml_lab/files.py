@@ -181,6 +181,11 @@ def file_kind(path: Path) -> str:
     return next((end.lower() for end in path.suffixes[::-1] if end.lower() != ".gz"), "")
 
 
+def counted(count: int, singular: str, plural: str) -> str:
+    """Return a count with the matching words, such as "1 sample has" or "2 samples have"."""
+    return f"{count} {singular if count == 1 else plural}"
+
+
 def shown(text: str) -> str:
     """Shorten text from a file to one line of at most 40 characters, for a message."""
     text = " ".join(text.split())

@@ -54,7 +54,7 @@ class Task:
     most_gradient: float | None = None
     """The maximum gradient norm for clipping. None disables clipping."""
     evaluated: int = 8
-    """The number of batches evaluated at once. More than one fits in memory, because no gradients are stored."""
+    """The number of batches evaluated at once. Several fit in memory, because no gradients are stored."""
     threads: int | None = None
     """The number of CPU threads that suits the task's operators. None means all available threads."""
     patience: int | None = None
