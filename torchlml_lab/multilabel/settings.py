@@ -136,7 +136,7 @@ class PredictSettings:
     sample), or `auto` (the best of these rules on validation). A set is empty only with `half`, or if the run
     kept samples without labels."""
     out: Path | None = None
-    """Also write the labels of all samples to a file: a line per label (`*.csv`) or per sample (`*.jsonl`)."""
+    """Also write the labels of all samples to a file: one line per label (.csv) or per sample (.jsonl)."""
 
 
 @dataclass(frozen=True)
