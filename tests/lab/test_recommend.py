@@ -310,7 +310,7 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
         for seed in (0, 3)
         for model, dropout in (("autoencoder", 0.6), ("matrix-factorization", 0.3))
     ]
-    with pytest.raises(BadInput, match="which cannot also be given"):
+    with pytest.raises(BadInput, match="so they cannot also be given"):
         sweep.grid(dataclasses.replace(settings, temperatures=(0.1,)))
 
 

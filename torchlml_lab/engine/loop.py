@@ -73,7 +73,7 @@ class Task:
     """Called after `combine` to fit parts of the model on all samples, before the test metrics are measured.
     The second argument is the run directory in the first process, and None in all other processes."""
     fitted: float | None = None
-    """The seconds that fitting took, if the model is already fitted. It is then only evaluated and saved."""
+    """If the model is already fitted, the seconds that fitting took. The model is only evaluated and saved."""
     instead: str = ""
     """A sentence that recommends a faster alternative if training would take more than an hour."""
 
@@ -218,7 +218,8 @@ def train_epoch(
     return total
 
 
-LONG, VERY_LONG = 600.0, 3600.0  # seconds above which an estimate, or also an alternative, is printed
+# An estimate is printed for runs longer than `LONG` seconds, and an alternative above `VERY_LONG` seconds.
+LONG, VERY_LONG = 600.0, 3600.0
 FEW, REPEATED = 8, 3  # samples and repetitions that suffice for an estimate
 MOST_PROBED = 2**22  # the most entries used to time an update, more than fit in the CPU caches
 
@@ -242,8 +243,8 @@ def needs(task: Task, batch_size: int) -> Needs:
         batch_size: Samples per batch.
 
     Returns:
-        The estimates. If a few samples are slow, the forward and backward time of a batch is extrapolated
-        from them. The time of a dense update is extrapolated from a subset of the parameters. The memory is
+        The estimates. If even a few samples are slow, the time of the forward and backward passes is
+        extrapolated from them. The time of a dense update is extrapolated from a subset of the parameters. The memory is
         the peak so far or, if larger, the memory of a training step or an evaluation, including the gradients
         and the optimizer state.
     """
@@ -284,7 +285,7 @@ def needs(task: Task, batch_size: int) -> Needs:
             passes(more)
         seconds = median(passes(more) for _ in range(REPEATED))
         # Extrapolate linearly. Part of the time does not depend on the number of samples, because the
-        # gradient contains every weight.
+        # gradient is computed for every weight.
         seconds += (size - more) * max(0.0, seconds - short) / max(1, more - few)
         gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
         updates, states = _update_needs(task.optimizer, gradients)

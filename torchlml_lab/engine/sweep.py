@@ -94,7 +94,7 @@ def check_grid(
 
 
 def checked_runs(runs: Iterable[Settings], check: Callable[[Settings], None]) -> list[Settings]:
-    """Apply `check`, which raises `BadInput`, to all runs, and return them with one run per directory."""
+    """Return the runs, at most one per directory. `check` raises `BadInput` for invalid settings."""
     found = {}
     for one in runs:
         check(one)

@@ -194,7 +194,7 @@ class SetResult(NamedTuple):
 
     micro_f1: float
     macro_f1: float
-    """The mean F1 over all labels that occur or are chosen in any sample."""
+    """The mean F1 over all labels that occur in, or are chosen for, any sample."""
     exact: float
     """The share of samples whose set is exactly right."""
     size: float

@@ -30,13 +30,14 @@ ranked too high.
 """
 FOLDS = 5
 FEWEST_HELD_OUT = (
-    300  # with fewer, the choice of a penalty would be noisy, so cross-validation is used instead
+    300  # with fewer samples, the choice of a penalty would be noisy, so cross-validation is used instead
 )
 WORSE = 0.005  # the smallest difference in nDCG@5 that matters, even with many samples
 SPREAD = 0.2  # the standard deviation of the difference in nDCG@5 between two similar models on one sample
 TOLERANCE, MOST_STEPS = 0.05, 40
 RANK = 256  # eigenvectors of the preconditioner
-MOST_CACHED, FEWEST_COLUMNS = 2**22, 16  # the most entries (16 MB) and fewest columns at once
+# The maximum number of entries in an intermediate result (16 MB), and the minimum number of its columns.
+MOST_CACHED, FEWEST_COLUMNS = 2**22, 16
 SCALE_PENALTY = 0.001  # keeps the scale finite if the validation samples are separable
 SHARES, CLOSE = (0.0, 0.25, 0.5, 0.75, 1.0), 0.002
 MOST_SCORES, MOST_WEIGHTS = 2**24, 2**27  # 64 MB per matrix of scores, 512 MB of weights

@@ -58,7 +58,7 @@ class MultilabelSettings(TrainSettings):
     separator: str | None = None
     """The separator between labels in a cell; by default the most common of `, ; |` and tab."""
     texts: tuple[str, ...] = ()
-    """The text columns; by default detected, unless `--numbers` is given."""
+    """The text columns; if neither `--texts` nor `--numbers` is given, both are detected."""
     numbers: tuple[str, ...] = ()
     """The number columns."""
     unlabeled: UnlabeledName = "auto"

@@ -286,7 +286,7 @@ def _fit(model: nn.Module, settings: RecommendSettings, data: Data) -> float:
         fitted, _ = item_weights.fit_graph_filter(data.training, recall)
     with torch.no_grad():
         fitted.scale.fill_(fit_scale(of_network(fitted), users))
-    model.load_state_dict(fitted.state_dict(), strict=False)  # the fingerprint of the data is missing
+    model.load_state_dict(fitted.state_dict(), strict=False)  # `fitted` lacks the fingerprint of the data
     return time.monotonic() - started
 
 
