@@ -1,4 +1,4 @@
-"""The `torchlml` command, which runs a subcommand and reports failures in one sentence with an exit code.
+"""The `torchlml` command, which runs a subcommand and reports a failure as one sentence and an exit code.
 
 The exit code is 0 on success, 1 if the command fails, 2 for invalid input, and 130 if the user interrupts it.
 Neither this module nor `commands` imports torch, so `torchlml --help` responds immediately.

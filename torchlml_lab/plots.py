@@ -172,7 +172,7 @@ def draw_recall_and_calibration(
         left.set_xticks(list(found), [str(k) for k in found])
         left.minorticks_off()
         left.set_ylim(0, None if rare else 100)
-        left.set_title(title, parse_math=False)  # the title may name a user's file
+        left.set_title(title, parse_math=False)  # the title may contain the name of a user's file
         left.set_xlabel("k")
         left.set_ylabel("recall at k (%)")
         left.legend()

@@ -62,10 +62,10 @@ class Task:
     stored: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """JSON files, by name, that are written to the run directory at the start, for use in prediction."""
     start_margin: float | None = None
-    """For a model that is already trained. It is evaluated as epoch 0, and a later epoch is the best one only
-    if its score exceeds that of epoch 0 by this margin."""
+    """The margin by which a later epoch must exceed the score of epoch 0 to become the best epoch. It is set
+    only if the model is already trained, and then the model is also evaluated before training, as epoch 0."""
     settings: TrainSettings | None = None
-    """The settings to write to the run directory, if the data changed them."""
+    """The settings to write to the run directory, if they were adapted to the data."""
     combine: Callable[[nn.Module], None] | None = None
     """Called after training with the model of the best epoch, which it may modify. The validation metrics are
     then measured again."""
@@ -73,7 +73,7 @@ class Task:
     """Called after `combine` to fit parts of the model on all samples, before the test metrics are measured.
     The second argument is the run directory in the first process, and None in all other processes."""
     fitted: float | None = None
-    """If the model is already fitted, the seconds that fitting took. The model is only evaluated and saved."""
+    """The seconds that fitting took, for a model that is already fitted and only evaluated and saved."""
     instead: str = ""
     """A sentence that recommends a faster alternative if training would take more than an hour."""
 
@@ -244,9 +244,9 @@ def needs(task: Task, batch_size: int) -> Needs:
 
     Returns:
         The estimates. If even a few samples are slow, the time of the forward and backward passes is
-        extrapolated from them. The time of a dense update is extrapolated from a subset of the parameters. The memory is
-        the peak so far or, if larger, the memory of a training step or an evaluation, including the gradients
-        and the optimizer state.
+        extrapolated from them. The time of a dense update is extrapolated from a subset of the parameters.
+        The memory is the peak so far or, if larger, the memory of a training step or an evaluation, including
+        the gradients and the optimizer state.
     """
     # With several processes, the model's hooks and the metrics would wait for the other processes.
     together = dist.is_available() and dist.is_initialized()
@@ -404,7 +404,7 @@ def in_words(seconds: float) -> str:
 
 Name = TypeVar("Name", bound=str)  # the name of one of a task's losses
 
-MOST_SAMPLES = 1024  # per step, because a scene graph takes about 200 kB of memory
+MOST_SAMPLES = 1024  # the maximum per step, because a scene graph takes about 200 kB of memory
 
 
 def checked_size(settings: StepTimeSettings, usual: int) -> int:

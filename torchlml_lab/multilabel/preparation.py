@@ -57,7 +57,7 @@ class Preparation:
     pieces: list[str] = field(default_factory=list)
     """The pieces of words that are inputs, including punctuation. A space marks a word's start or end."""
     idf: list[float] = field(default_factory=list)
-    """The inverse document frequency of all words, pairs and pieces."""
+    """The inverse document frequencies of all words, pairs and pieces."""
     features: list[int] = field(default_factory=list)
     """The feature columns that are inputs."""
     means: list[float] = field(default_factory=list)
@@ -196,8 +196,8 @@ def fit(
         columns: The columns of the table that they come from, if any.
         k: The number of labels to predict.
         more: Additional samples that determine the inputs together with the training samples.
-        rare: Whether to give rare sparse features more weight, by the square root of their inverse document
-            frequency.
+        rare: Whether to give rare sparse features more weight, multiplying each feature by the square root of
+            its inverse document frequency.
 
     Returns:
         The preparation. Samples without features or words raise `BadInput`.

@@ -11,7 +11,7 @@ from torchlml_lab.engine.settings import GridSettings, TrainSettings
 LossName = Literal["lml", "softmax", "bce", "truncated-entropy"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 AnyLossName = Literal[LossName, "topk-softmax"]
-"""The losses for recommendation."""
+"""The names of the losses that recommendation supports."""
 WITH_K: tuple[AnyLossName, ...] = ("lml", "truncated-entropy", "topk-softmax")
 PerRow = Literal["labels"]
 ModelName = Literal["combined", "network"]

@@ -313,7 +313,7 @@ def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSett
 
 
 def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int]:
-    """Return the loss and the k of the predictions: `--k`, or the rounded mean number of labels."""
+    """Return the loss, and the k of the predictions, which is `--k` or the rounded mean number of labels."""
     labels = len(data.training.names)
     usual = min(max(1, round(float(data.training.counts.mean()))), labels - 1)
     loss = loss_of(settings)

@@ -122,7 +122,7 @@ def loss_of(settings: RecommendSettings) -> LabelLoss:
 def train_all(
     settings: RecommendSettings, read: Callable[[RecommendSettings], Data], console: Console
 ) -> dict[str, Any]:
-    """Train every candidate in its own directory within the run, then choose their weights.
+    """Train every candidate in its own directory within the run directory, then choose their weights.
 
     Args:
         settings: The settings of the run.
