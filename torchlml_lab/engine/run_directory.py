@@ -342,7 +342,7 @@ def git_commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # fails if the package is in another project's checkout
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails in another project's checkout
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
