@@ -1,4 +1,4 @@
-"""The `torchlml` command, which runs a subcommand and reports failures in one sentence with an exit code.
+"""The `torchlml` command, which runs a subcommand and reports a failure as one sentence and an exit code.
 
 The exit code is 0 on success, 1 if the command fails, 2 for invalid input, and 130 if the user interrupts it.
 Neither this module nor `commands` imports torch, so `torchlml --help` responds immediately.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python flushes it at exit and would report the broken pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt as stop:  # carries a message if the work can be resumed
+    except KeyboardInterrupt as stop:  # its message says how to resume, if that is possible
         return _fail(str(stop) or "Interrupted.", 130, debug)
     except BadInput as error:
         return _fail(str(error), 2, debug)
@@ -111,7 +111,7 @@ def call(name: str, command: Command, arguments: Sequence[str]) -> None:
 
     Args:
         name: The command as typed, such as `train multilabel`.
-        command: The entry for the command.
+        command: The command's entry in the tables of `commands`.
         arguments: The arguments after the name. Invalid options raise `BadInput`.
     """
     kind = _load(command.settings)
@@ -126,7 +126,7 @@ def call(name: str, command: Command, arguments: Sequence[str]) -> None:
 
 def _default(kind: type[Any], required: Sequence[str]) -> Any:
     """Return the default settings, with required settings marked as missing."""
-    import tyro  # imported here, because listing the commands does not need it
+    import tyro  # imported here, because it is slow and not needed to list the commands
 
     return dataclasses.replace(kind(), **dict.fromkeys(required, tyro.MISSING))
 
@@ -151,7 +151,7 @@ def draw_all(settings: AllSettings) -> None:
 
 
 def _unknown(said: str, name: str, what: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    """Complete a message about an unknown name with the most similar known name, or else with all of them."""
+    """Complete a message about an unknown name with the most similar name, or else with all known names."""
     near = did_you_mean(name, known)
     listed = ", ".join(one for one in known if not one.startswith("-"))
     return f"{said}{near}" if near else f"{said}. The {what} are {listed}."
@@ -183,7 +183,7 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
         task: getattr(entry, name.replace("-", "_")) for task, entry in commands.TASKS.items()
     }
     first = arguments[0] if arguments else ""
-    without_run = by_task["scene-graph"]  # the only task whose data can be given by `--vg` or `--vrd`
+    without_run = by_task["scene-graph"]  # the only task whose data can be given without a run
     if name == "step-time" and first.startswith("--") and first != "--help" and without_run is not None:
         call(name, without_run, arguments)
         return
@@ -214,7 +214,7 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
 
 
 def _explain(name: str, by_task: Mapping[str, Command | None]) -> None:
-    """List the options for every task by name only, because the task is unknown without a run."""
+    """List the names of the options for every task, because the task is unknown without a run."""
     listed = []
     for task, command in by_task.items():
         if command is not None:

@@ -107,7 +107,7 @@ def parse_error(event: Any, arguments: Sequence[str], known: Sequence[str]) -> s
 
 
 def _values(option: str, arguments: Sequence[str]) -> list[str]:
-    """Return the values given at the last occurrence of an option."""
+    """Return the values that follow the last occurrence of an option."""
     values: list[str] = []
     reading = False
     for word in arguments:

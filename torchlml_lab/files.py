@@ -49,7 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        # Restore the default permissions, because mkstemp creates files that only their owner may read.
+        # Set the default permissions, because mkstemp creates files that only their owner may read.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
@@ -114,7 +114,7 @@ def read_content(path: Path, option: str) -> bytes:
 
 
 def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
-    """Read a text file in blocks of complete lines, so that a large file is never in memory as a whole.
+    """Read a text file in blocks of complete lines, so that a large file is never entirely in memory.
 
     Args:
         path: The file. Gzip is recognized by its first bytes, not by the file name.
@@ -152,7 +152,7 @@ def _chunks(path: Path, option: str, size: int) -> Iterator[bytes]:
     mark = b"\xef\xbb\xbf"
     try:
         with path.open("rb") as raw:
-            packed = raw.peek(2)[:2] == b"\x1f\x8b"  # not read, because a pipe cannot rewind
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"  # peek instead of read, because a pipe cannot be rewound
             with gzip.open(raw) if packed else nullcontext(raw) as file:
                 yield file.read(size).removeprefix(mark)
                 while chunk := file.read(size):
@@ -179,6 +179,11 @@ def _check_text(block: bytes, path: Path, first: int) -> None:
 def file_kind(path: Path) -> str:
     """Return the last suffix of a file name in lower case, not counting `.gz`, or an empty string."""
     return next((end.lower() for end in path.suffixes[::-1] if end.lower() != ".gz"), "")
+
+
+def counted(count: int, singular: str, plural: str) -> str:
+    """Return a count with the matching words, such as "1 sample has" or "2 samples have"."""
+    return f"{count} {singular if count == 1 else plural}"
 
 
 def shown(text: str) -> str:

@@ -72,8 +72,8 @@ def new_figure(picture: Path, width: float, height: float, sources: Sequence[Pat
         picture: The PNG or SVG file to write, depending on its suffix. A missing directory is created.
         width: The width in inches, usually `PAGE`.
         height: The height in inches.
-        sources: The CSV files with the data. The picture names them in its metadata (`Source`) with their
-            digests, so that a picture older than its data can be detected.
+        sources: The CSV files with the data. Their names and digests are stored in the picture's metadata
+            (`Source`), so that a picture older than its data can be detected.
 
     Yields:
         The figure to draw on.
@@ -172,7 +172,7 @@ def draw_recall_and_calibration(
         left.set_xticks(list(found), [str(k) for k in found])
         left.minorticks_off()
         left.set_ylim(0, None if rare else 100)
-        left.set_title(title, parse_math=False)  # the title may name a user's file
+        left.set_title(title, parse_math=False)  # the title may contain the name of a user's file
         left.set_xlabel("k")
         left.set_ylabel("recall at k (%)")
         left.legend()
@@ -212,7 +212,7 @@ def draw_only(draw: Callable[[Path], None], picture: Path) -> None:
 
 
 def say_where(picture: Path) -> None:
-    """Print the path of the picture, as the last line of the command."""
+    """Print the path of the picture, as the last line of the command's output."""
     new_console().print(f"Figure written to {picture}.", soft_wrap=True)
 
 
@@ -261,7 +261,7 @@ def read_sweep(
 def read_sweeps(
     named: Sequence[Path], own: Path, study: Sequence[Path], task: str, table: StudyTable[Row]
 ) -> list[tuple[Path, list[Row]]]:
-    """Read sweep CSVs for a task: the given files, or else the user's own CSV, or else those of the study."""
+    """Read sweep CSVs for a task: `named` if given, else `own` if it exists, else those in `study`."""
     found = named or ((own,) if own.exists() else [path for path in study if path.exists()])
     return [read_sweep(path, (), task, table) for path in found or (own,)]
 
@@ -277,6 +277,6 @@ def check_not_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
     for method, recipe in recipes:
         if only.setdefault(method, recipe) != recipe:
             raise BadInput(
-                f"`--csv` must have one setting per method, but in `{path}`, a tuning sweep, `{method}` has "
-                "several settings."
+                f"`--csv` must contain one set of hyperparameters per method, but in `{path}`, a "
+                f"tuning sweep, `{method}` was run with several settings."
             )

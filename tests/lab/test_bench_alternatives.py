@@ -252,7 +252,7 @@ def test_the_page_has_the_tables_and_numbers_of_the_committed_csv() -> None:
     equal = {(row.provider, row.mode, row.metric): row for row in rows if row.n == 2_700_000}
     total = 5 + equal["bisection-50", "behavior", "sum error"].p50
     copied, ours = (equal[name, "forward", "time"].ratio_p50 for name in ("bisection-50", "lml-native"))
-    said = f"silently sum to {total:.1f} instead of 5, and a forward pass takes {copied / ours:.0f} times"
+    said = f"silently sum to {total:.1f} instead of 5, and its forward pass takes {copied / ours:.0f} times"
     assert said in " ".join(page.split())
     # Every method in the committed CSV still exists.
     assert {row.provider for row in rows} <= {"softmax", *(method.name for method in ALTERNATIVES)}

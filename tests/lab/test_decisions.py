@@ -299,7 +299,7 @@ def test_bad_rules(run: Path, tmp_path: Path, capsys) -> None:
         ({"threshold": float("nan")}, "a number that is not finite"),
         ({"rule": "best"}, "`rule` must be"),
         ({"weights": [1.0] * 3}, "`weights` must have length 7"),
-        ({"weights": [1e300] * 7}, "and `weights` from -1e\\+09 to 1e\\+09"),
+        ({"weights": [1e300] * 7}, "and `weights` must be from -1e\\+09 to 1e\\+09"),
         ({"most": 0}, "`most` must be at least 1"),
     ):
         stored.write_text(json.dumps({"temperature": 1.0, "decisions": {**good, **wrong}}))

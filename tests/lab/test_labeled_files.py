@@ -114,7 +114,7 @@ def test_names_of_numbered_labels(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="line 3: the name `a` is also on line 1"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
     names.write_text("a\nb\nc\n")
-    with pytest.raises(BadInput, match="contains 3 names, for labels from 0 to 2, and there is a label `10`"):
+    with pytest.raises(BadInput, match="for the labels from 0 to 2, and a sample has the label `10`"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
 
 

@@ -82,7 +82,7 @@ def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
     assert "200 training samples with 1.6 of 6 labels on average; 100 more samples held out" in printed
     assert "Columns: texts from `text`, labels from `tags`, separated by ';'." in printed
     assert "Training with the loss `lml` and each sample's number of labels as k." in printed
-    mean = re.search(r"k = 2, the mean number of labels per .*, which is (1\.\d\d) rounded", printed)
+    mean = re.search(r"k = 2, the mean number of labels per .* \((1\.\d\d)\) rounded", printed)
     assert mean is not None
     counts = json.loads((out / "preparation.json").read_text())["counts"]
     assert float(mean[1]) == pytest.approx(sum(counts) / 200, abs=0.0051)
@@ -92,7 +92,7 @@ def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
     table = capsys.readouterr().out
     assert "The table shows 20 of 40 samples." in table
     assert "P(label in top k), k = 2" in table
-    assert f"which is {mean[1]} rounded to an integer" in " ".join(table.split())
+    assert f"({mean[1]}) rounded to an integer" in " ".join(table.split())
     assert rows[0]["labels"][0] in table
     right = [row["labels"][0] in tags for row, (_, tags) in zip(rows, new, strict=True)]
     assert np.mean(right) > 0.9
@@ -132,7 +132,7 @@ def test_evaluate_other_samples(run, tmp_path, capsys):
     data = write_texts(tmp_path / "new.csv", new)
     assert cli.main(["evaluate", str(run[0]), "--data", str(data), "--out", str(tmp_path / "report")]) == 0
     said = capsys.readouterr().out
-    assert "1 samples have no labels and were skipped" in said
+    assert "1 sample without labels was skipped" in said
     assert "1 label does not occur in the training data (`fruit`) and cannot be predicted" in said
     page = (tmp_path / "report" / "report.md").read_text()
     # Compute the metrics from the output of `predict`. The unknown label `fruit` lowers the recall.
@@ -208,9 +208,7 @@ def test_samples_without_labels_are_skipped_on_request_or_if_ambiguous(flags, tm
     words[3] = str(tmp_path / "tags")
     assert cli.main([*words, str(data)]) == 0
     said = capsys.readouterr().out
-    assert (
-        "30 of 90 samples have no labels and were skipped. Use `--unlabeled keep` to train on them." in said
-    )
+    assert "30 of 90 samples have no labels and were skipped. Use `--unlabeled keep` to train on such" in said
     words[3] = str(tmp_path / "kept")
     assert cli.main([*words, str(data), "--unlabeled", "keep"]) == 0
     assert json.loads((tmp_path / "kept" / "preparation.json").read_text())["rows"] == 60
@@ -258,8 +256,8 @@ def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
     (tmp_path / "new.txt").write_text("1:1 77:2\n0 9:1 78:1\n")
     found = predict(out, tmp_path / "new.txt", tmp_path / "out.jsonl", "--top", "1")
     said = capsys.readouterr().out
-    assert "3 values were skipped because no training sample has their features" in said
-    assert "1 of 2 samples have no known feature" in said
+    assert "3 values were skipped, because no training sample has the same features" in said
+    assert "1 of 2 samples has no known feature" in said
     # Probabilities from a model trained with BCE do not depend on k.
     assert "labels with P(label), in %" in said
     assert "k =" not in said

@@ -119,8 +119,8 @@ def test_evaluate_accepts_other_data_and_counts_unknown_users_and_items(folder, 
     own.write_text(f"user,item\nu0,{new}\nu0,{old}\nnobody,g0-1\nu1,nothing\n")
     assert cli.main(["evaluate", str(folder / "autoencoder"), "--data", str(own)]) == 0
     said = capsys.readouterr().out
-    assert "1 users and 1 items are not in the training data and were skipped." in said
-    assert "1 pairs are also in the training data and were skipped." in said
+    assert "1 user and 1 item that are not in the training data were skipped." in said
+    assert "1 pair that is also in the training data was skipped." in said
     assert "on 1 users (" in said
 
 
@@ -153,8 +153,8 @@ def test_predict_uses_the_items_of_new_users_and_falls_back_to_popular_items(fol
     predict = ["predict", str(folder / "autoencoder"), "--data", str(data), "--out", str(out)]
     assert cli.main(predict) == 0
     said = capsys.readouterr().out
-    assert "1 items are not in the training data and were skipped." in said
-    assert "1 of 3 users are unknown and get the most popular items." in said
+    assert "1 item that is not in the training data was skipped." in said
+    assert "1 of 3 users is unknown and gets the most popular items." in said
     new, stranger, old = (json.loads(line) for line in out.read_text().splitlines())
     assert all(item.startswith("g2-") for item in new["items"])
     assert not {"g2-1", "g2-5", "g2-7", "g2-9"} & set(new["items"])
@@ -168,7 +168,7 @@ def test_predict_uses_the_items_of_new_users_and_falls_back_to_popular_items(fol
     # A new user without items is also unknown to matrix factorization.
     assert cli.main(["predict", str(folder / "matrix-factorization"), "--users", "new", "u3"]) == 0
     said = capsys.readouterr().out
-    assert "1 of 2 users are unknown" in said
+    assert "1 of 2 users is unknown" in said
     assert "(popular)" in said
 
 
@@ -310,7 +310,7 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
         for seed in (0, 3)
         for model, dropout in (("autoencoder", 0.6), ("matrix-factorization", 0.3))
     ]
-    with pytest.raises(BadInput, match="which cannot also be given"):
+    with pytest.raises(BadInput, match="so they cannot also be given"):
         sweep.grid(dataclasses.replace(settings, temperatures=(0.1,)))
 
 
@@ -544,4 +544,4 @@ def test_the_latest_items_are_held_out_by_time(tmp_path):
     liked = read(RecommendSettings(train=path, latest=True, min_rating=4))
     assert len(liked.everything) == 72
     assert "i9" not in liked.everything.items
-    assert liked.notes == [f"`{path}`: 8 pairs have a rating below `--min-rating` and were skipped."]
+    assert liked.notes == [f"`{path}`: 8 pairs were skipped because of a rating below `--min-rating`."]

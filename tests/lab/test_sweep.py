@@ -201,7 +201,7 @@ def test_unfair_tuning_is_rejected(tmp_path):
     found = tuning(tmp_path / "t.csv")
     with pytest.raises(BadInput, match="was not run with the same noise levels"):
         sweep.best_recipes(found[:-1], ["lml"], tmp_path / "t.csv")
-    with pytest.raises(BadInput, match="no run of the loss `bce`"):
+    with pytest.raises(BadInput, match="no runs with the loss `bce`"):
         sweep.best_recipes(found, ["lml", "bce"], tmp_path / "t.csv")
 
 

@@ -77,7 +77,7 @@ def test_recommended_items(items_run, folder, capsys):
     printed = capsys.readouterr().out
     assert "stranger[/i] " in printed
     assert "item[/i]" in printed
-    assert f"`{data}`: 1 items are not in the training data and were skipped" in printed
+    assert f"`{data}`: 1 item that is not in the training data was skipped" in printed
     assert f"are in {out}." in printed
     assert "user[/i]1,1,item[/i]" in out.read_text(encoding="utf-8")
 

@@ -108,11 +108,13 @@ def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
     return Judged(ndcg.item(), -loss(logits, labels).item())
 
 
-_FEWEST = 100  # samples needed to hold out a validation set
+_FEWEST = 100  # the minimum number of samples for a validation set
 
 
 class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """Predict the k labels of a sample, with a linear model or one hidden layer and the LML loss.
+    """A classifier that predicts k labels per sample, with a linear model or one hidden layer.
+
+    By default, it is trained with the LML loss.
 
         >>> from torchlml_lab import TopKClassifier
         >>> X = [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.9], [0.9, 0.0]]
@@ -137,8 +139,8 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         random_state: the seed for the initial weights, the order of the samples and the validation split.
         verbose: whether to print a line after every epoch.
 
-    X is an array or a sparse matrix. Dense columns are standardized; sparse rows are divided by their mean
-    norm. For texts, use `TfidfVectorizer` in a `Pipeline`.
+    X is an array or a sparse matrix. Dense columns are standardized; the rows of a sparse matrix are
+    divided by their mean norm. For texts, use `TfidfVectorizer` in a `Pipeline`.
 
     y is one of
     - a binary matrix with a column for each label, dense or sparse: `predict` returns such a matrix;
@@ -223,7 +225,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return probabilities(logits.double(), self.loss, self.k_).numpy()
 
     def predict(self, X: Any, k: int | None = None) -> Any:
-        """Predict the top k labels of each sample, in the form of the labels passed to `fit`.
+        """Predict the top k labels of each sample, in the same form as the labels passed to `fit`.
 
         Args:
             X: the samples.
@@ -248,7 +250,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         labels = self._form.read(y)
         check_consistent_length(logits, labels)
         order = logits.sort(dim=-1, descending=True, stable=True).indices.numpy()
-        # A label that is not in the training data cannot be predicted, but it still counts.
+        # A label that is not in the training data cannot be predicted, so it counts as a miss.
         counts = self._form.counts(y)
         hits = np.take_along_axis(labels.toarray(), order, axis=1) * (
             np.arange(order.shape[1]) < counts[:, None]

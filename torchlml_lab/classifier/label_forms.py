@@ -27,7 +27,7 @@ class LabelForm:
     """(n,): the names of the labels; for a matrix, its column indices."""
 
     def read(self, labels: Any) -> Matrix:
-        """Convert labels in the same form to a CSR matrix, omitting unknown names."""
+        """Convert labels in this form to a CSR matrix, omitting unknown names."""
         labels = _as_list(labels)
         if self.kind in ("indicator", "sparse"):
             matrix = _matrix(labels)

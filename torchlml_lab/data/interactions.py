@@ -42,7 +42,7 @@ class Interactions:
     repeated: int = 0
     """The number of duplicate pairs in the file, which are ignored."""
     low: int = 0
-    """The number of pairs whose rating is too low, which are ignored."""
+    """The number of pairs that are ignored because their rating is below `min_rating`."""
     unused: tuple[str, ...] = ()
     """The rating and timestamp columns in the file that were not read."""
 
@@ -84,8 +84,8 @@ def read_interactions(
         option: The command-line option that gave the path, for error messages.
         columns: The names of the user and item columns in a table. By default, they are recognized by
             names such as user and item, or user_id and item_id.
-        min_rating: Ignore the pairs in a table with a lower rating, as if they were not in the file. By
-            default ratings are not read, and every pair counts.
+        min_rating: Ignore pairs in a table whose rating is lower, as if they were not in the file. By
+            default, ratings are not read, and every pair counts.
         by_time: Sort the items of each user by the time column of a table. Otherwise, and for files without
             columns, items stay in file order.
 
@@ -146,7 +146,7 @@ def _read_lines(data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
     items: list[bytes] = []
     counts: list[int] = []
     for line in data.split(b"\n"):
-        words = line.split()  # bytes.split keeps Unicode spaces, so names may contain them
+        words = line.split()  # bytes.split does not split at Unicode spaces, so names may contain them
         if words:
             users.append(words[0])
             items += words[1:]
@@ -221,7 +221,7 @@ def _read_table(
 def _find_other(
     path: Path, header: Sequence[str], usual: tuple[str, ...], option: str, wanted: bool, unused: list[str]
 ) -> int | None:
-    """Return the column of the ratings or times if it is requested. Otherwise add it to `unused`."""
+    """Return the index of the rating or time column if `wanted`. Otherwise add its name to `unused`."""
     names = [name.partition(":")[0].strip() for name in header]
     places = [place for place, name in enumerate(names) if name.lower() in usual]
     if not wanted:
@@ -247,7 +247,7 @@ def _rating(path: Path, line: int, text: str) -> float:
 
 
 def _time(path: Path, line: int, text: str) -> float:
-    """Parse a number, such as seconds since 1970, or a date in ISO format, in UTC if it has no time zone."""
+    """Parse a number (such as seconds since 1970) or an ISO date, which is in UTC if it has no time zone."""
     try:
         time = float(text)
     except ValueError:
@@ -315,7 +315,7 @@ def _number(
 
 
 def _numbers(names: Sequence[str | bytes]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the distinct names as text, and the index of every name among them."""
+    """Return the distinct names as strings, and the index of every name among them."""
     number: dict[str | bytes, int] = {name: place for place, name in enumerate(dict.fromkeys(names))}
     numbers = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
     return [name if isinstance(name, str) else name.decode("utf-8") for name in number], numbers

@@ -147,7 +147,7 @@ class Encoder:
 
     def _load(self, path: Path) -> None:
         try:
-            # numpy would not close the file if it is damaged.
+            # Open the file here, because numpy does not close a damaged file.
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 keys, vectors = stored["keys"], stored["vectors"]
                 if str(stored["name"]) == self.name:
@@ -260,8 +260,8 @@ def rename(rows: LabeledRows, path: Path | None, option: str) -> LabeledRows:
     for label in rows.names:
         if not (label.isascii() and label.isdigit() and int(label) < len(names)):
             raise BadInput(
-                f"`{option}` must name every label, but `{path}` contains {len(names)} names, for labels "
-                f"from 0 to {len(names) - 1}, and there is a label `{label}`."
+                f"`{option}` must name every label, but `{path}` contains {len(names)} names, for the labels "
+                f"from 0 to {len(names) - 1}, and a sample has the label `{label}`."
             )
     return replace(rows, names=[names[int(label)] for label in rows.names])
 

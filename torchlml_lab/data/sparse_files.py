@@ -58,7 +58,7 @@ def read_svmlight(path: Path, option: str) -> LabeledRows:
 
 
 def declared_features(path: Path, option: str) -> int | None:
-    """Return the number of features that a header or the shape of an `.npz` declares, or None."""
+    """Return the number of features according to the header or the shape of an `.npz`, or None if unknown."""
     if path.suffix == ".npz":
         return int(_read(path, option).shape[1])
     header = _header(next(read_blocks(path, option)).partition(b"\n")[0])
@@ -102,7 +102,8 @@ def _features(tails: Sequence[bytes]) -> Matrix:
     if not words:
         return sparse.csr_array((len(tails), 0), dtype=np.float32)
     parts = text.replace(b":", b" ").split()
-    # Each word must be two parts with one colon between them. numpy would parse `1_0` as 10.
+    # Each word must consist of two parts separated by one colon. Underscores are rejected, because numpy
+    # would parse `1_0` as 10.
     one_colon = text.count(b":") == len(words) and all(b":" in word for word in words)
     if not one_colon or len(parts) != 2 * len(words) or b"_" in text:
         raise ValueError
@@ -201,8 +202,8 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     if not positive.all():
         value = found.data[np.argmin(positive)]
         raise BadInput(
-            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but the entry must be "
-            "positive for a label, and otherwise 0 or absent."
+            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but entries must be positive "
+            "for labels, and 0 or absent otherwise."
         )
     found = (found != 0).astype(np.int8).tocsr()
     used = np.flatnonzero(np.bincount(found.indices, minlength=found.shape[1]))

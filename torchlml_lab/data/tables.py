@@ -189,7 +189,7 @@ class _Blocks:
 
 
 def _cell_separator(blocks: _Blocks) -> str:
-    """Detect the separator of a `.csv`, because many spreadsheets write semicolons or tabs.
+    """Detect the separator of a CSV file, because many spreadsheets write semicolons or tabs.
 
     The result splits the header into the most cells, and the first row into the same number of cells.
     """
@@ -370,7 +370,8 @@ def _labels(cells: _Cells, columns: Columns) -> Iterable[list[str]]:
     (name,) = columns.labels
     for row, cell in enumerate(cells.columns[name]):
         if _is_nested(cell):
-            raise cells.wrong(row, f"column `{name}` must contain labels, but it contains an object or lists")
+            said = f"column `{name}` must contain labels, but it contains an object or nested lists"
+            raise cells.wrong(row, said)
     assert columns.separator is not None
     return split_labels(cells.columns[name], columns.separator)
 
@@ -395,9 +396,9 @@ def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
 def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]:
     """Find the label columns of a table.
 
-    A column with one of the names in `USUAL_NAMES` is preferred, in that order. Otherwise, the only column
-    whose cells look like separated labels is used. If there is none, but the table contains texts and several
-    columns contain only 0 and 1, each of those columns is a label.
+    If columns have names in `USUAL_NAMES`, the one whose name comes first there is used. Otherwise, the only
+    column whose cells look like separated labels is used. If there is none, but the table contains texts and
+    several columns contain only 0 and 1, each of those columns is a label.
 
         >>> detect_labels({"text": ["a b", "c d"], "topics": ["x;y", "y"]}, (), Path("rows.csv"))
         ('topics',)
@@ -408,13 +409,13 @@ def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[st
         path: The file, for error messages.
 
     Returns:
-        The columns. If no column or more than one qualifies, `BadInput` suggests a command to run.
+        The columns. If there is no clear choice, `BadInput` is raised, with a suggested command.
     """
     named = sorted(
         (name for name in table if name.strip().lower() in USUAL_NAMES),
         key=lambda name: (name in inputs, USUAL_NAMES.index(name.strip().lower())),
     )
-    if named:  # if the only one is an input, the caller reports the conflict
+    if named:  # if the only such column is an input, the caller reports the conflict
         return (named[0],)
     rest = {name: cells for name, cells in table.items() if name not in inputs}
     separated = [name for name, cells in rest.items() if looks_separated(cells)]

@@ -1,4 +1,4 @@
-"""The training loop: tasks, training steps, epochs, and the time that they take."""
+"""The training loop (tasks, training steps and epochs), and estimates and measurements of its time."""
 
 import copy
 import inspect
@@ -54,7 +54,7 @@ class Task:
     most_gradient: float | None = None
     """The maximum gradient norm for clipping. None disables clipping."""
     evaluated: int = 8
-    """The number of batches evaluated at once. More than one fits, because no gradients are stored."""
+    """The number of batches evaluated at once. Several fit in memory, because no gradients are stored."""
     threads: int | None = None
     """The number of CPU threads that suits the task's operators. None means all available threads."""
     patience: int | None = None
@@ -62,10 +62,10 @@ class Task:
     stored: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """JSON files, by name, that are written to the run directory at the start, for use in prediction."""
     start_margin: float | None = None
-    """For a model that is already trained. It is evaluated as epoch 0, and a later epoch is the best one only
-    if its score exceeds that of epoch 0 by this margin."""
+    """The margin by which a later epoch must exceed the score of epoch 0 to become the best epoch. It is set
+    only if the model is already trained, and then the model is also evaluated before training, as epoch 0."""
     settings: TrainSettings | None = None
-    """The settings to write to the run directory, if the data changed them."""
+    """The settings to write to the run directory, if they were adapted to the data."""
     combine: Callable[[nn.Module], None] | None = None
     """Called after training with the model of the best epoch, which it may modify. The validation metrics are
     then measured again."""
@@ -73,13 +73,13 @@ class Task:
     """Called after `combine` to fit parts of the model on all samples, before the test metrics are measured.
     The second argument is the run directory in the first process, and None in all other processes."""
     fitted: float | None = None
-    """For a model that is already fitted, the seconds this took. The model is only evaluated and saved."""
+    """The seconds that fitting took, for a model that is already fitted and only evaluated and saved."""
     instead: str = ""
     """A sentence that recommends a faster alternative if training would take more than an hour."""
 
 
 class RowAdam(Optimizer):
-    """Adam that updates only the rows of a weight that occur in its gradient, if the gradient is sparse.
+    """Adam that, for a sparse gradient, updates only those rows of the weight that occur in the gradient.
 
     All other rows keep their weights and moments, so the cost of a step depends on the rows in the batch and
     not on the size of the weight. Dense gradients use torch's fused implementation.
@@ -205,10 +205,10 @@ def train_epoch(
     most_gradient: float | None = None,
     step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Train on every batch once. `step` is called after each batch. See `train_step` for the others.
+    """Train on every batch once. `step` is called after each batch. See `train_step` for the other arguments.
 
     Returns:
-        The sum of the losses of all batches.
+        The sum of the mean losses of all batches.
     """
     model.train()
     total = torch.zeros((), device=next(model.parameters()).device)
@@ -218,16 +218,17 @@ def train_epoch(
     return total
 
 
-LONG, VERY_LONG = 600.0, 3600.0  # seconds above which an estimate, and then also an alternative, is printed
+# An estimate is printed for runs longer than `LONG` seconds, and an alternative above `VERY_LONG` seconds.
+LONG, VERY_LONG = 600.0, 3600.0
 FEW, REPEATED = 8, 3  # samples and repetitions that suffice for an estimate
-MOST_PROBED = 2**22  # entries that suffice to time an update, more than fit in the caches
+MOST_PROBED = 2**22  # the most entries used to time an update, more than fit in the CPU caches
 
 
 class Needs(NamedTuple):
     """The estimated time and memory that a training run needs."""
 
     step: float
-    """Seconds per batch of training."""
+    """Seconds per training step."""
     evaluation: float
     """Seconds per evaluation on the validation samples."""
     memory: float
@@ -242,9 +243,10 @@ def needs(task: Task, batch_size: int) -> Needs:
         batch_size: Samples per batch.
 
     Returns:
-        The estimates. If a whole batch is slow, the time of the passes is extrapolated from a few samples.
-        The time of a dense update is extrapolated from a few parameters. The memory is the peak so far or, if
-        larger, that of a training step or an evaluation, with the gradients and the optimizer state.
+        The estimates. If even a few samples are slow, the time of the forward and backward passes is
+        extrapolated from them. The time of a dense update is extrapolated from a subset of the parameters.
+        The memory is the peak so far or, if larger, the memory of a training step or an evaluation, including
+        the gradients and the optimizer state.
     """
     # With several processes, the model's hooks and the metrics would wait for the other processes.
     together = dist.is_available() and dist.is_initialized()
@@ -282,7 +284,8 @@ def needs(task: Task, batch_size: int) -> Needs:
         with _HighestMemory() as step_memory:
             passes(more)
         seconds = median(passes(more) for _ in range(REPEATED))
-        # Part of the time does not depend on the number of samples, because every weight has a gradient.
+        # Extrapolate linearly. Part of the time does not depend on the number of samples, because the
+        # gradient is computed for every weight.
         seconds += (size - more) * max(0.0, seconds - short) / max(1, more - few)
         gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
         updates, states = _update_needs(task.optimizer, gradients)
@@ -318,7 +321,7 @@ def _update_needs(optimizer: Optimizer, gradients: Sequence[Tensor]) -> tuple[fl
         probe = torch.zeros(count, width).requires_grad_()
         probe.grad = torch.zeros(count, width)
         if first.is_sparse:
-            # As many rows as in training, in the same order and with the same duplicates.
+            # The same number of rows as in training, in the same order and with the same duplicates.
             rows, values = first._indices() % count, first._values()
             probe.grad = torch.sparse_coo_tensor(rows, values, probe.shape, check_invariants=False)
         same = type(optimizer)([probe], **{name: optimizer.defaults[name] for name in accepted})
@@ -335,7 +338,7 @@ def _update_needs(optimizer: Optimizer, gradients: Sequence[Tensor]) -> tuple[fl
 
 
 def _memory_bytes(name: str) -> float:
-    """Return `VmRSS`, the memory of this process, or `VmHWM`, its peak, in bytes; 0 if it is unknown."""
+    """Return `VmRSS` (the memory of this process) or `VmHWM` (its peak) in bytes, or 0 if it is unknown."""
     try:
         text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         return float(text.split(f"{name}:")[1].split()[0]) * 1024
@@ -401,11 +404,11 @@ def in_words(seconds: float) -> str:
 
 Name = TypeVar("Name", bound=str)  # the name of one of a task's losses
 
-MOST_SAMPLES = 1024  # per step, because a scene graph takes about 200 kB of memory
+MOST_SAMPLES = 1024  # the maximum per step, because a scene graph takes about 200 kB of memory
 
 
 def checked_size(settings: StepTimeSettings, usual: int) -> int:
-    """Return the number of samples per step (`usual` by default), after checking the settings."""
+    """Validate the settings and return the number of samples per step, which is `usual` by default."""
     if settings.steps < 1:
         raise BadInput(f"`--steps` must be at least 1, but it is {settings.steps}.")
     check_threads(settings.threads)
@@ -469,7 +472,7 @@ def measure_steps(
 
 
 def step_table(seconds: Mapping[str, Sequence[float]], baseline: str, what: str) -> Table:
-    """Tabulate the median time per step of each task, and its difference from the baseline."""
+    """Tabulate the median time per step of each task, and its relative difference from the baseline."""
     shown = plain_table(f"Medians over {what}", ("loss", "ms per step", f"vs. {baseline}"))
     usual = median(seconds[baseline])
     for name, times in seconds.items():

@@ -84,7 +84,7 @@ class ProgressBar(Progress):
         self._say()
 
     def _say(self) -> None:
-        """Print a line if enough time has passed. The interval doubles from line to line."""
+        """Print a line if enough time has passed since the last one. The interval doubles with each line."""
         now = time.monotonic()
         if not self._plain or now - self._last_line < self._wait:
             return
@@ -121,7 +121,7 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyTable(Generic[Row]):
-    """A CSV whose rows are instances of a dataclass with the field `seconds`, in a fixed order."""
+    """A CSV with sorted rows, which are instances of a dataclass that has a field `seconds`."""
 
     kind: type[Row]
     order: Callable[[Row], Any]
@@ -144,7 +144,7 @@ class StudyTable(Generic[Row]):
             with path.open(newline="", encoding="utf-8") as file:
                 rows = csv.DictReader(file)
                 if rows.fieldnames != list(types):
-                    raise ValueError("its columns are not those that sweeps in this version write")
+                    raise ValueError("its columns differ from those that sweeps write in this version")
                 found = [self.kind(**{key: types[key](row[key]) for key in types}) for row in rows]
             if not found:
                 raise ValueError("it has no rows")
@@ -164,8 +164,8 @@ def best_recipes(
         methods: The methods to look up.
         path: The file with the runs, for error messages.
         what: The word for a method in error messages, such as "loss".
-        tuned: The word for the hyperparameters in error messages.
-        where: The word for the conditions in error messages.
+        tuned: The word for a set of hyperparameters in error messages, such as "learning rate".
+        where: The word for the conditions in error messages, such as "noise levels and seeds".
 
     Returns:
         The hyperparameters by method. `BadInput` is raised if a method is missing, or if its hyperparameters

@@ -1,4 +1,4 @@
-"""Training runs: train, evaluate and save a checkpoint in each epoch, and finally test the best epoch."""
+"""Training runs: train and evaluate each epoch, save a checkpoint, and finally test the best epoch."""
 
 import importlib.util
 import math
@@ -91,7 +91,7 @@ def say_test(console: Console, settings: TrainSettings, result: dict[str, Any], 
         console: The console to print to.
         settings: The settings of the run.
         result: The return value of `train`.
-        words: The metrics as text, as returned by `in_percent`.
+        words: The formatted metrics, as returned by `in_percent`.
     """
     if Accelerator(cpu=settings.cpu).is_main_process:
         console.print(
@@ -142,7 +142,7 @@ class _Run:
             accelerator.init_trackers("tensorboard")
 
     def to_the_end(self) -> dict[str, Any]:
-        """Train the remaining epochs, then test."""
+        """Train the remaining epochs, then test the best one and return the result."""
         started = time.monotonic() - (self.state.seconds if self.state else 0)
         first = self.state.epoch + 1 if self.state else 1
         if self.task.fitted is not None:
@@ -275,7 +275,7 @@ class _Run:
             raise BadInput(
                 f"The checkpoint `{path}` is damaged or belongs to another model: {said}."
             ) from error
-        if self.main:  # files that a killed run wrote after its last saved state
+        if self.main:  # remove files that a killed run wrote after its last saved state
             self.folder.drop_metrics_after(state.epoch)
             self.folder.drop_checkpoints_beside(state)
 
@@ -319,7 +319,7 @@ def _why_not_written(error: Exception, folder: Path) -> str:
     said = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, OSError) and error.strerror:
         return reason(error)
-    if found := re.search(r"os error (\d+)", said):  # safetensors quotes the error number
+    if found := re.search(r"os error (\d+)", said):  # safetensors includes the error number
         number = int(found[1])
         return reason(OSError(number, os.strerror(number)))
     if "inline_container" in said:  # torch's archive writer discards the system's error

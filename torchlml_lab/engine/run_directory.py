@@ -91,13 +91,13 @@ def _open(path: Path) -> IO[str]:
 
 
 FORMAT = 2
-# run.json is removed first: without it, the directory does not count as a run.
+# The files of a run, in the order in which they are removed: without run.json, the directory is not a run.
 _RECORD = ("run.json", SETTINGS_FILE, "metrics.jsonl", "state.json", "result.json", "failed.json")
 
 
 @dataclass(frozen=True)
 class State:
-    """The progress of a run: completed epochs, kept checkpoints, best score, and elapsed seconds."""
+    """The progress of a run: completed epochs, retained checkpoints, best score, and elapsed seconds."""
 
     epoch: int
     last: str
@@ -182,7 +182,7 @@ class RunFolder:
             )
 
     def check_sound(self) -> None:
-        """Raise `BadInput` if the loss became infinite or NaN, which a resumed run would repeat."""
+        """Raise `BadInput` if the loss became infinite or NaN, as it would again in a resumed run."""
         if (self.path / "failed.json").exists():
             failed = read_record(self.path / "failed.json", _Failed)
             raise BadInput(f"`{self.path}`: " + self.failure(failed.epoch, failed.loss))
@@ -308,7 +308,7 @@ class RunFolder:
         (self.path / "metrics.jsonl").unlink(missing_ok=True)
 
     def drop_metrics_after(self, epoch: int) -> None:
-        """Remove the metrics of later epochs, and the test metrics."""
+        """Remove the metrics of all epochs after `epoch`, and the test metrics."""
         lines = [line for line in self.metrics() if line["epoch"] <= epoch and line["split"] != "test"]
         with replacing(self.path / "metrics.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -342,7 +342,7 @@ def git_commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # fails in the checkout of another project
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails in another project's checkout
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -79,7 +79,7 @@ class TrainSettings:
 
 # Options that apply to a single command and are not stored with the run.
 _CALL = {"resume", "overwrite"}
-# Options that may change when a run is resumed, because they affect its results at most by rounding.
+# Options that may change when a run is resumed, because they change its results by rounding errors at most.
 FREE = _CALL | {"out", "tensorboard", "threads"}
 SETTINGS_FILE = "settings.json"
 
@@ -115,7 +115,7 @@ def read_settings(
 
 
 def to_json(settings: TrainSettings) -> dict[str, Any]:
-    """Convert the settings to JSON types, with absolute paths, so the run can be resumed from anywhere."""
+    """Convert the settings to JSON types, with absolute paths that are valid in any working directory."""
     values = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _CALL}
     return {name: _json_value(value) for name, value in values.items()}
 
@@ -223,7 +223,7 @@ def folded(text: str, indent: str = "") -> str:
 
 
 def _reporting(report: Any) -> AbstractContextManager[None]:
-    """Make tyro pass a parse error to `report` before it prints the error in a box.
+    """Return a context in which tyro passes a parse error to `report` before printing it in a box.
 
     The hook is not part of tyro's stable API. A version without it prints the box and exits with code 2.
     """
@@ -267,7 +267,7 @@ def _own_help(grouped: bool) -> Iterator[None]:
             for one in args
             if one.arg.lowered.required and not one.arg.is_positional()
         ]
-        # For a command with many options, the usage shows only "[OPTIONS]".
+        # For a command with many options, tyro's usage line contains only "[OPTIONS]".
         return [first.replace("[OPTIONS]", " ".join((*needed, "[OPTIONS]"))), *lines]
 
     _arguments.generate_argument_helptext, formatting.format_help = own_helptext, own_format_help
@@ -307,7 +307,7 @@ def _in_group(one: Any) -> Any:
 
 
 def _place(title: str) -> tuple[bool, int]:
-    """Return the sort key of a group: the options of the command itself come first."""
+    """Return the sort key for the title of a group: the options of the command itself come first."""
     prefix, _, group = title.rpartition(", ")
     return bool(prefix) or title.startswith("--"), list(GROUPS).index(group) if group in GROUPS else -1
 
@@ -325,7 +325,7 @@ class GridSettings:
     learning_rates: tuple[float, ...] = ()
     """The learning rates to try; by default only `--run.learning-rate`."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep on the same data, whose validation scores select each method's settings."""
+    """The CSV of an earlier sweep on the same data; its validation scores select each method's settings."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     """The number of parallel runs, at least 1, with one thread each."""
 

@@ -1,4 +1,4 @@
-"""Sweeps: grids of training runs on all cores, with one thread per run, that can be resumed."""
+"""Sweeps: resumable grids of training runs that use all cores, with one thread per run."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Grid(Generic[Settings, Row]):
-    """The runs of a sweep, and the functions that run, collect and show them."""
+    """The runs of a sweep, and the functions that execute them and that collect and show their results."""
 
     experiment: str
     runs: Sequence[Settings]
@@ -94,7 +94,7 @@ def check_grid(
 
 
 def checked_runs(runs: Iterable[Settings], check: Callable[[Settings], None]) -> list[Settings]:
-    """Return the runs of a sweep, one per directory. `check` raises `BadInput` for invalid settings."""
+    """Return the runs, at most one per directory. `check` raises `BadInput` for invalid settings."""
     found = {}
     for one in runs:
         check(one)
@@ -185,7 +185,7 @@ def _run_all(
 
 
 def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
-    """Return a context for fresh processes, because a fork would copy locks that torch's threads may hold."""
+    """Return a context for new processes, because a fork would copy locks that torch's threads may hold."""
     if sys.platform != "linux":
         return get_context("spawn")
     # Workers are forked from a server without threads that has already imported the task, to save seconds.
@@ -195,7 +195,8 @@ def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
 
 
 def _prepare_worker() -> None:
-    # Every run ends with a garbage collection, which would visit all modules and copy their shared memory.
+    # Exclude the imported modules from the garbage collection at the end of every run, which would otherwise
+    # copy the memory that they share with other processes.
     gc.freeze()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts

@@ -102,7 +102,7 @@ def checks(device: str) -> Iterator[Check]:
 
 
 def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
-    """Return the largest ratio of error to tolerance in a case. The check passes if it is at most 1."""
+    """Compare a case with float64. The error is the largest ratio of a difference to its tolerance."""
     x = case.x.to(dtype)
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wide = _results(case, x.double(), g.double())

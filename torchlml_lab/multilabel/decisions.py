@@ -16,16 +16,16 @@ from torchlml_lab.data.labeled_rows import LabeledRows
 from torchlml_lab.files import read_json, record
 from torchlml_lab.multilabel.settings import RULES, RuleName
 
-FEATURES = 8  # top probabilities that predict the number of labels
+FEATURES = 8  # the number of labels is predicted from this many top probabilities
 STRENGTH = 10.0  # penalty of the ridge regression, expressed as a number of samples
-ODDS = (-9.0, 6.0, 301)  # the first, the last and the number of log-odds of the thresholds to choose from
+ODDS = (-9.0, 6.0, 301)  # the candidate thresholds: lowest and highest log-odds, and their number
 SMOOTHNESS = 0.5  # the standard deviation of the smoothing kernel, in log-odds
 _LARGEST = 1e9  # largest valid weight of the regression; log-odds are at most 14
 WORDS: Mapping[RuleName, str] = {
     "top-k": "the {k} most probable labels",
     "half": "labels with p > 0.5",
     "threshold": "labels with p > {threshold:.3f}{always}",
-    "count": "the most probable labels, in the number predicted for the sample",
+    "count": "the m most probable labels, where m is predicted for each sample",
 }
 
 
@@ -36,18 +36,18 @@ class Decisions:
     rule: RuleName = "top-k"
     """The rule with the highest sum of micro-F1 and the share of exact sets."""
     threshold: float = 0.5
-    """The threshold that maximizes micro-F1 plus the share of exact sets, smoothed over close thresholds."""
+    """The threshold that maximizes micro-F1 plus the share of exact sets, smoothed over nearby thresholds."""
     weights: list[float] = field(default_factory=list)
-    """The regression for the number of labels: the constant, then a weight for each top log-odds. If the list
-    is empty, the number is k."""
+    """The coefficients of the regression for the number of labels: the constant, then a weight for each of
+    the highest log-odds. If the list is empty, the number is k."""
     most: int = 1
-    """The largest number of labels of a validation sample. The rule `count` does not choose more."""
+    """The largest number of labels in any validation sample. The rule `count` never chooses more."""
     least: int = 1
     """The smallest number of labels that the rules `threshold` and `count` choose. It is 0 only if some
-    validation samples have no labels and empty sets are better on them."""
+    validation samples have no labels and allowing empty sets gives better results."""
 
     def sizes(self, probabilities: Tensor, k: int) -> Tensor:
-        """Return the number of labels of each sample (R,) according to the rule `count`."""
+        """Return the number of labels that the rule `count` chooses for each sample, (R,)."""
         if not self.weights:
             return torch.full((len(probabilities),), k)
         constant, *weights = self.weights
@@ -55,7 +55,7 @@ class Decisions:
         return found.round().clamp(self.least, min(self.most, probabilities.shape[1])).long()
 
     def decide(self, logits: Tensor, probabilities: Tensor, k: int, rule: RuleName) -> Tensor:
-        """Choose the labels of each sample.
+        """Choose the labels for each sample.
 
         Args:
             logits: (R, n), used to rank the labels, because probabilities can be equal after rounding.
@@ -111,8 +111,8 @@ def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int, empty: 
 def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor, least: int = 1) -> float:
     """Return the threshold that maximizes the smoothed sum of micro-F1 and the share of exact sets.
 
-    If `least` is 1, the best label is always chosen. Smoothing over close thresholds reduces the noise
-    if there are few samples.
+    If `least` is 1, the best label is always chosen. Smoothing over nearby thresholds reduces the
+    noise if there are few samples.
     """
     odds = torch.linspace(*ODDS, dtype=torch.float64)
     weights = (-((odds[:, None] - odds) / SMOOTHNESS).square() / 2).exp()
@@ -135,7 +135,7 @@ def _by_threshold(
     chosen = always.sum() + above(probabilities[~always])
     hits = (observed & always).sum() + above(probabilities[~always & observed])
     f1 = 2 * hits.double() / (chosen + observed.sum()).clamp(min=1)
-    # A set is exact if the threshold separates the probabilities of its false labels and its true labels.
+    # A sample's set is exact if the threshold separates its true labels from all other labels.
     lowest = probabilities.masked_fill(always | ~observed, math.inf).amin(-1)
     highest = probabilities.masked_fill(always | observed, 0.0).amax(-1)
     possible = ~(always & ~observed).any(-1) & (highest < lowest)
@@ -181,7 +181,9 @@ def stored(path: Path, labels: int) -> Decisions:
         if found.least not in (0, 1):
             raise ValueError(f"`least` must be 0 or 1, but it is {found.least}")
         if found.most < 1 or max(map(abs, found.weights), default=0) > _LARGEST:
-            raise ValueError(f"`most` must be at least 1, and `weights` from -{_LARGEST:g} to {_LARGEST:g}")
+            raise ValueError(
+                f"`most` must be at least 1, and `weights` must be from -{_LARGEST:g} to {_LARGEST:g}"
+            )
     except ValueError as error:
         raise BadInput(f"`{path}` is damaged: {error}.") from error
     return found
@@ -192,11 +194,11 @@ class SetResult(NamedTuple):
 
     micro_f1: float
     macro_f1: float
-    """The mean over all labels that some sample has or that are chosen for some sample."""
+    """The mean F1 over all labels that occur in, or are chosen for, any sample."""
     exact: float
     """The share of samples whose set is exactly right."""
     size: float
-    """The mean number of chosen labels."""
+    """The mean number of chosen labels per sample."""
 
 
 class SetMeasures:
@@ -252,7 +254,7 @@ def average_precision(scores: npt.NDArray[Any], observed: npt.NDArray[np.bool_])
 
 
 class LabelResult(NamedTuple):
-    """The metrics of one label, as fractions. Fields are None if they are not defined."""
+    """The metrics of one label, as fractions. Undefined metrics are None."""
 
     label: str
     support: int
@@ -272,7 +274,7 @@ def label_results(
     Args:
         rows: The samples.
         found: The label sets that were chosen for the samples.
-        scores: (R, known labels), the probabilities of the labels. If there are no columns, average
+        scores: (R, known labels), the probabilities of the labels. If it has no columns, all average
             precisions are None.
     """
     columns = rows.labels.tocsc()

@@ -30,13 +30,14 @@ ranked too high.
 """
 FOLDS = 5
 FEWEST_HELD_OUT = (
-    300  # fewer samples make the choice of a penalty noisy, so cross-validation uses all of them
+    300  # with fewer samples, the choice of a penalty would be noisy, so cross-validation is used instead
 )
-WORSE = 0.005  # a difference in nDCG@5 that is not noise if there are many samples
-SPREAD = 0.2  # the standard deviation of the difference in nDCG@5 of two similar models on one sample
+WORSE = 0.005  # the smallest difference in nDCG@5 that matters, even with many samples
+SPREAD = 0.2  # the standard deviation of the difference in nDCG@5 between two similar models on one sample
 TOLERANCE, MOST_STEPS = 0.05, 40
 RANK = 256  # eigenvectors of the preconditioner
-MOST_CACHED, FEWEST_COLUMNS = 2**22, 16  # entries in an intermediate result (16 MB), and columns
+# The maximum number of entries in an intermediate result (16 MB), and the minimum number of its columns.
+MOST_CACHED, FEWEST_COLUMNS = 2**22, 16
 SCALE_PENALTY = 0.001  # keeps the scale finite if the validation samples are separable
 SHARES, CLOSE = (0.0, 0.25, 0.5, 0.75, 1.0), 0.002
 MOST_SCORES, MOST_WEIGHTS = 2**24, 2**27  # 64 MB per matrix of scores, 512 MB of weights
@@ -81,7 +82,7 @@ class Start(NamedTuple):
     final: LinearPart
     """Fitted on all of its samples."""
     complete: bool
-    """Whether they have weights for all labels. The scores of other labels are 0."""
+    """Whether both parts have weights for all labels. The scores of labels without weights are 0."""
     same_samples: bool
     """Whether that run was fitted on the same samples, in the same split."""
 
@@ -113,7 +114,7 @@ def ridge_path(
     Args:
         inputs: CSR float32 (rows, inputs).
         labels: CSR (rows, labels).
-        penalties: The factors of the squared norm, as multiples of the mean squared norm of the inputs.
+        penalties: The factors of the weights' squared norm, as multiples of the inputs' mean squared norm.
         start: The part whose weights are the center of the penalty; by default, the center is zero.
 
     Returns:
@@ -140,7 +141,7 @@ def ridge_path(
 
 
 def _part(weight: Array, mean: Array, start: LinearPart | None) -> LinearPart:
-    """Return the linear part of a solution, whose last row belongs to the column of ones."""
+    """Return the linear part for these weights, whose last row belongs to the column of ones."""
     part = LinearPart(weight[:-1], weight[-1] + mean)
     return part if start is None else LinearPart(start.weight + part.weight, start.bias + part.bias)
 
@@ -217,7 +218,7 @@ class Choice(NamedTuple):
     """The penalty and the gain of the linear part, and the part fitted without the validation samples."""
 
     penalty: float
-    """Infinite if an earlier part is better than every fit that starts from it."""
+    """Infinite if the part of an earlier run is better than every fit that starts from it."""
     gain: float
     part: LinearPart
 
@@ -243,9 +244,9 @@ def choose(
 
     Returns:
         The choice. If there are few validation samples, it is made by cross-validation over all samples. Fits
-        that start from an earlier run are compared with its part for all samples. If the samples are those of
-        the earlier run, its parts are kept, because they already have the best penalty, which a fit of their
-        residuals would only weaken.
+        that start from an earlier run are compared with the part of that run that was fitted on all samples.
+        If the earlier run used the same samples, its parts are returned unchanged: they already have the best
+        penalty, and fitting their residuals again would only weaken it.
     """
     if start is not None and start.same_samples:
         return Choice(math.inf, 1.0, start.held_out)
@@ -272,7 +273,7 @@ def choose(
     paths = [ridge_path(split.inputs, split.labels, PENALTIES, first) for split in splits]
     highest = -1.0
     for one in PENALTIES:
-        # Several parts are computed one at a time, because they are large.
+        # The parts of several splits are computed one at a time, because they are large.
         parts = [next(paths[0])] if len(paths) == 1 else map(next, paths)
         quality = mean_quality(parts, gains)
         if quality.max() < highest - WORSE:
@@ -339,8 +340,8 @@ def fit_mixture(loss: LabelLoss, scores: Array, logits: Tensor, labels: Matrix) 
         labels: CSR (rows, labels).
 
     Returns:
-        The mixture. Its share is the largest one whose nDCG@5 is at most `CLOSE` below the best, because the
-        linear part improves further when it is fitted on all samples.
+        The mixture. The linear part has the largest share whose nDCG@5 is at most `CLOSE` below the best
+        nDCG@5, because this part improves further when it is fitted on all samples.
     """
     first, second, lists = torch.from_numpy(scores).double(), logits.double(), label_lists(labels)
     scales = [fit_scale(loss, one, lists)[0] for one in (first, second)]
@@ -374,7 +375,7 @@ def fit_scale(loss: LabelLoss, logits: Tensor, lists: Tensor) -> tuple[float, fl
 
 
 def ndcg(scores: Array, labels: Matrix, k: int = 5) -> float:
-    """Return the mean nDCG@k of the samples with labels, from 0 to 1; 0 if there are none."""
+    """Return the mean nDCG@k (from 0 to 1) over the samples with labels, or 0 if there are none."""
     if not labels.nnz:
         return 0.0
     from torchlml.metrics import topk_ndcg  # torchmetrics takes seconds to load

@@ -68,7 +68,7 @@ class LabelLoss:
             labels: int64 (R, L), the labels of each row without duplicates, padded with `PADDING`.
 
         Returns:
-            The mean loss of the rows that count, or 0 if there are none.
+            The mean loss over the rows that are not ignored, or 0 if all rows are ignored.
         """
         labels = unlike_logits(labels, logits.shape[-1])
         if self.name == "lml":
@@ -98,7 +98,7 @@ class LabelLoss:
         return torchlml.linear_lml_loss(hidden, layer.weight, labels, k, linear_bias=layer.bias)
 
     def of_factors(self, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of `linear(hidden, weight, bias)`, with the logits of only `ROWS` rows at a time.
+        """Compute the loss of `linear(hidden, weight, bias)`, with only `ROWS` rows of logits in memory.
 
         Every row must have a label.
         """
@@ -106,7 +106,7 @@ class LabelLoss:
         return found
 
     def _k_of(self, labels: Tensor) -> float | Tensor:
-        """Return one k, or one k per row. Rows without labels are ignored, so their k is arbitrary."""
+        """Return k as a number, or as a tensor of one k per row. The k of ignored rows is arbitrary."""
         if self.k == "labels":
             return (labels != PADDING).sum(-1).clamp(min=1)
         assert self.k is not None
@@ -207,7 +207,7 @@ def padded(rows: list[Tensor]) -> Tensor:
 
 
 def unlike_logits(labels: Tensor, n: int) -> Tensor:
-    """Add a column of padding to lists of width n.
+    """Add a column of padding to label lists of width n.
 
     Integers with the shape of the logits could be mistaken for multi-hot targets.
     """

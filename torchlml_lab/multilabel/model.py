@@ -20,7 +20,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labeled_rows import Encoder, LabeledRows, Matrix
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
-from torchlml_lab.files import read_json, replacing
+from torchlml_lab.files import counted, read_json, replacing
 from torchlml_lab.multilabel import decisions, linear
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.decisions import Decisions
@@ -140,7 +140,7 @@ class LabelNetwork(nn.Module):
         labels: The number of labels.
         hidden: The size of the hidden layer; 0 for a linear model.
         dropout: The dropout probability of the hidden layer.
-        most: The maximum number of inputs that the network uses. If there are more, `place` must be set.
+        most: The maximum number of inputs that the network uses. If `inputs` is larger, `place` must be set.
     """
 
     place: Tensor | None
@@ -199,10 +199,10 @@ def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Te
 
 
 def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
-    """Copy the weights of a network with the same inputs, whose labels are the first labels of `network`.
+    """Copy the weights of `earlier`, which has the same inputs and whose labels come first in `network`.
 
-    If both networks use only some of the inputs, `network` uses those of `earlier` afterward.
-    Otherwise the weights of the inputs that both use are copied.
+    If both networks use only some of the inputs, `network` is changed to use the same ones as `earlier`.
+    Otherwise, the weights of the inputs that both use are copied.
     """
     if network.place is not None and earlier.place is not None:
         network.place.copy_(earlier.place)
@@ -219,7 +219,7 @@ def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
 TEMPERATURE = "calibration.json"
 LINEAR = "linear.safetensors"
 ROWS, LOGITS = 512, 2**24  # the maximum numbers of samples and logits per forward pass
-MEASURED = 2**22  # scores that metrics process at once
+MEASURED = 2**22  # the maximum number of scores that metrics process at once
 MOST_DENSE = 2**24  # a first layer with more weights has a sparse gradient
 MOST_INPUTS = 10_000  # the most frequent inputs suffice for a network combined with a linear part
 
@@ -361,7 +361,7 @@ def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
     """
     if isinstance(given, int):
         return f"Predictions use k = {k}, as set by `--k` in training."
-    rounded = "" if mean == k else f", which is {mean:.2f} rounded to an integer"
+    rounded = "" if mean == k else f" ({mean:.2f}) rounded to an integer"
     return (
         f"Predictions use k = {k}, the mean number of labels per training sample{rounded}. "
         "Train with `--k` to use another k."
@@ -405,13 +405,14 @@ def prepared_rows(trained: TrainedLabels, rows: LabeledRows, source: str) -> tup
     notes = []
     if prepared.unknown:
         notes.append(
-            f"`{source}`: {prepared.unknown} values were skipped because no training sample has their "
-            "features."
+            f"`{source}`: {counted(prepared.unknown, 'value was', 'values were')} skipped, because no "
+            "training sample has the same features."
         )
     if prepared.empty:
+        has = "has" if prepared.empty == 1 else "have"
         notes.append(
-            f"`{source}`: {prepared.empty} of {len(rows)} samples have no known feature; they get the labels "
-            "that are most frequent overall."
+            f"`{source}`: {prepared.empty} of {len(rows)} samples {has} no known feature. "
+            "The labels predicted for such samples are those that are most frequent overall."
         )
     return prepared.inputs, notes
 

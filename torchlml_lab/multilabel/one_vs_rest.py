@@ -44,7 +44,7 @@ class BaselineSettings:
     keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
     """The shares of training labels to keep."""
     seed: int = 0
-    """The seed that selects the kept labels."""
+    """The seed for the random choice of the labels to keep."""
     strengths: tuple[float, ...] = (1.0, 10.0, 100.0)
     """The values of C to try; one value is chosen for all labels."""
 

@@ -95,7 +95,7 @@ def decided_labels(trained: TrainedLabels, inputs: Matrix, rule: RuleName) -> li
 
 
 def _meaning(trained: TrainedLabels) -> str:
-    """Return the name of the predicted probabilities."""
+    """Return the meaning of the predicted probabilities, for the heading of the table."""
     return f"P(label in top k), k = {trained.preparation.k}" if trained.uses_k else "P(label)"
 
 

@@ -22,7 +22,7 @@ FILE = "preparation.json"
 MOST_TERMS = 50_000  # the maximum number of terms of each kind
 ROWS, LETTERS = 2**14, 2**22  # the numbers of samples and characters that are converted at once
 MOST_BYTES = 2**30  # text inputs that need more memory are computed for each batch
-_ENTRIES = 2**20  # the number of features that are read at once
+_ENTRIES = 2**20  # the number of matrix entries that are processed at once
 
 
 class Prepared(NamedTuple):
@@ -53,11 +53,11 @@ class Preparation:
     words: list[str] = field(default_factory=list)
     """The words that are inputs."""
     pairs: list[str] = field(default_factory=list)
-    """The pairs of consecutive words that are inputs, separated by a space."""
+    """The pairs of consecutive words that are inputs. A space separates the words of a pair."""
     pieces: list[str] = field(default_factory=list)
     """The pieces of words that are inputs, including punctuation. A space marks a word's start or end."""
     idf: list[float] = field(default_factory=list)
-    """The inverse document frequency of all words, pairs and pieces."""
+    """The inverse document frequencies of all words, pairs and pieces."""
     features: list[int] = field(default_factory=list)
     """The feature columns that are inputs."""
     means: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Preparation:
         return Prepared(stacked(blocks, self.inputs), unknown, empty)
 
     def apply_to_many(self, rows: LabeledRows) -> "Matrix | LaterInputs":
-        """Compute the inputs of training samples, or defer this if all inputs need too much memory."""
+        """Compute the inputs of training samples, or compute them per batch if they need too much memory."""
         if self.idf:
             some = next(_slices(len(rows), rows.texts))
             first = self._apply(rows.take(np.arange(some.stop))).inputs
@@ -100,7 +100,7 @@ class Preparation:
         return self.apply(rows).inputs
 
     def _apply(self, rows: LabeledRows) -> Prepared:
-        """Compute the inputs of a few samples, with several temporary copies."""
+        """Compute the inputs of a few samples. This creates several temporary copies."""
         blocks = []
         if self.idf:
             assert rows.texts is not None
@@ -110,7 +110,7 @@ class Preparation:
         unknown = int((~np.isin(there.indices, chosen)).sum())
         if self.columns is not None:
             numbers = (there[:, chosen].toarray() - np.array(self.means)) / np.array(self.scales)
-            blocks.append(sparse.csr_array(np.nan_to_num(numbers, nan=0.0)))  # missing numbers get the mean
+            blocks.append(sparse.csr_array(np.nan_to_num(numbers, nan=0.0)))  # the mean replaces NaN
         elif self.features:
             known = _chosen_columns(there, chosen) @ sparse.diags_array(1 / np.array(self.scales))
             blocks.append(_normalized(known))
@@ -131,7 +131,7 @@ class Preparation:
 
     @cached_property
     def _known(self) -> list[tuple[dict[str, int], npt.NDArray[np.float64]]]:
-        """Return the index of each term and the weights of all terms, for words, pairs and pieces."""
+        """The index of each term and the weights of all terms, for words, pairs and pieces."""
         kinds = (self.words, self.pairs, self.pieces)
         weights = np.split(np.array(self.idf), np.cumsum([len(terms) for terms in kinds])[:-1])
         return [
@@ -147,7 +147,8 @@ class Preparation:
 class LaterInputs:
     """The inputs of many texts, which are computed for each batch.
 
-    A text has about three terms per character, and each term takes eight bytes.
+    All of them together may not fit in memory: a text has about three terms per character, and each term
+    takes eight bytes.
 
     Args:
         preparation: The preparation.
@@ -176,7 +177,7 @@ def _slices(rows: int, texts: Sequence[str] | None) -> Iterator[slice]:
 
 
 def continued(earlier: Preparation, rows: LabeledRows, k: int) -> Preparation:
-    """Return the inputs of an earlier run with the labels of new samples, which extend those of the run."""
+    """Return the preparation of an earlier run, with its labels extended by those of new samples."""
     counts = np.bincount(rows.labels.indices, minlength=len(rows.names)).tolist()
     return dataclasses.replace(earlier, labels=rows.names, counts=counts, rows=len(rows), k=k)
 
@@ -195,8 +196,8 @@ def fit(
         columns: The columns of the table that they come from, if any.
         k: The number of labels to predict.
         more: Additional samples that determine the inputs together with the training samples.
-        rare: Whether to give rare sparse features more weight, by the square root of their inverse document
-            frequency.
+        rare: Whether to give rare sparse features more weight, multiplying each feature by the square root of
+            its inverse document frequency.
 
     Returns:
         The preparation. Samples without features or words raise `BadInput`.
@@ -236,7 +237,7 @@ def fit(
 
 
 def _largest(parts: Sequence[Matrix], columns: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the largest absolute value in each of `columns`, which contain all entries of the matrices."""
+    """Return the largest absolute value in each column. `columns` are all columns that have entries."""
     found = np.zeros(len(columns), dtype=np.float32)
     for part in parts:
         for start in range(0, part.nnz, _ENTRIES):
@@ -246,7 +247,7 @@ def _largest(parts: Sequence[Matrix], columns: npt.NDArray[Any]) -> npt.NDArray[
 
 
 def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
-    """Select columns in increasing order.
+    """Select columns, which must be in increasing order.
 
     This function exists because SciPy's indexing would allocate memory for every possible column.
     """
@@ -265,7 +266,7 @@ def stored(run: Path) -> Preparation:
         lengths = [len(getattr(found, name)) for name in several]
         if len(set(lengths)) > 1:
             names = ", ".join(f"`{name}`" for name in several)
-            raise BadInput(f"`{path}` is damaged: {names} must have equal lengths, but these are {lengths}.")
+            raise BadInput(f"`{path}` is damaged: {names} must have equal lengths, but they are {lengths}.")
     for name in ("labels", "words", "pairs", "pieces"):
         if len(set(getattr(found, name))) < len(getattr(found, name)):
             raise BadInput(f"`{path}` is damaged: `{name}` contains a duplicate.")
@@ -291,7 +292,8 @@ _WORD = re.compile(r"\w+")
 PIECES = (2, 3, 4)
 """The lengths of the pieces, which relate different forms of a word, including words not seen in training."""
 WEIGHTS = (1.0, 0.5, 1.0)
-"""The norms of words, pairs and pieces, before the whole vector is scaled to norm 1.
+"""The norms to which the features of words, pairs and pieces are scaled, before the whole vector is scaled to
+norm 1.
 
 Pairs are numerous, so without fixed norms they would outweigh the words in long texts.
 """
@@ -305,9 +307,9 @@ class _Terms(NamedTuple):
     names: Callable[[npt.NDArray[np.int64]], list[str]]
     """Returns the names of the given columns."""
     least: int
-    """The minimum number of training texts that contain a term of this kind for it to become an input."""
+    """The minimum number of training texts in which a term of this kind must occur to become an input."""
     keys: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-    """For pairs, the numbers of both words: the first times the number of words, plus the second."""
+    """For pairs, the first word's index times the number of words, plus the second word's index."""
 
 
 def _all_terms(texts: Sequence[str]) -> tuple[_Terms, _Terms, _Terms]:
@@ -389,7 +391,7 @@ def _idf(frequency: npt.NDArray[Any], count: int) -> npt.NDArray[np.float64]:
 class _Frequencies:
     """The number of texts that contain each term of one kind, accumulated over blocks of texts.
 
-    Terms are in the order of their first occurrence. Pairs are sorted by their first and then second word.
+    Terms are in the order of their first occurrence.
     """
 
     def __init__(self) -> None:
@@ -419,14 +421,17 @@ class _Frequencies:
 
 
 class _PairFrequencies:
-    """Like `_Frequencies`, for pairs of words. There are so many of them that they are stored as numbers."""
+    """Like `_Frequencies`, but for pairs of words, which are sorted by the indices of their words.
+
+    There are so many pairs that they are stored as integers.
+    """
 
     def __init__(self, words: _Frequencies) -> None:
         self._words, self.least = words, 1
         self._keys, self._counts = (np.empty(0, dtype=np.int64) for _ in range(2))
 
     def add(self, words: _Terms, pairs: _Terms) -> None:
-        """Add the pairs of more texts, whose words have been added."""
+        """Add the pairs of more texts, whose words must already have been added."""
         to = self._words.places(words.names(np.arange(words.counts.shape[1])))
         first, second = np.divmod(pairs.keys, max(1, len(to)))
         keys, place = np.unique(

@@ -19,7 +19,7 @@ from torchlml_lab.data.labeled_rows import LabeledRows, Matrix
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
-from torchlml_lab.files import check_folder, replacing
+from torchlml_lab.files import check_folder, counted, replacing
 from torchlml_lab.multilabel import decisions
 from torchlml_lab.multilabel.decisions import Decisions, LabelResult, SetMeasures, SetResult, label_results
 from torchlml_lab.multilabel.losses import unlike_logits
@@ -85,8 +85,8 @@ VALIDATION = "validation samples"
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
 FEWEST = 20  # the minimum number of labels in a plotted bin, because smaller bins are too noisy
-MOST_SCORES = 2**27  # that may be stored to compute average precisions (512 MB)
-IN_REPORT = 20  # labels in the report; the others are in the CSV file
+MOST_SCORES = 2**27  # the maximum number stored to compute average precisions (512 MB)
+IN_REPORT = 20  # the maximum number of labels in the report; the CSV file contains all of them
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class Report:
             f"{trained.epoch}, the best one on the validation samples."
             + ("" if trained.network.linear is None else f" {trained.network.linear.mixture.in_words()}"),
             "",
-            "All values are in percent. The values in parentheses are the baseline, which predicts the most "
-            "frequent training labels for every sample.",
+            "All values are in percent. The values in parentheses are those of the baseline, which predicts "
+            "the most frequent training labels for every sample.",
             "",
             "| k | " + " | ".join(f"{name}@k" for name in NAMES.values()) + " |",
             "| --- |" + " --- |" * len(NAMES),
@@ -381,10 +381,12 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabeledRo
         data = read(replace(stored, out=settings.run))  # the run may also have moved
         known, found = trained.preparation, data.training
         if (len(found), found.names) != (known.rows, known.labels):
+            renamed = found.names != known.labels and len(found.names) == len(known.labels)
+            names = " with other names" if renamed else ""
             raise BadInput(
                 f"`{in_words(stored.train)}` is not the file that the run was trained on: "
                 f"it has {len(found)} training samples and {len(found.names)} labels, but the run had "
-                f"{known.rows} samples and {len(known.labels)} labels, or the label names differ."
+                f"{known.rows} samples and {len(known.labels)} labels{names}."
             )
         if data.test is None:
             return data.validation, VALIDATION, []
@@ -395,7 +397,8 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabeledRo
     if not there.any():
         raise BadInput(f"`--data` must have at least one sample with labels, but `{source}` has none.")
     if not keeps_unlabeled(trained.settings, trained.preparation.columns) and not there.all():
-        notes.append(f"`{source}`: {(~there).sum()} samples have no labels and were skipped.")
+        skipped = counted(int((~there).sum()), "sample without labels was", "samples without labels were")
+        notes.append(f"`{source}`: {skipped} skipped.")
         found = found.take(there)
     return (
         aligned(found, trained.preparation.labels, source, notes),

@@ -32,7 +32,7 @@ from torchlml_lab.multilabel.losses import PADDING
 from torchlml_lab.multilabel.preparation import LaterInputs
 from torchlml_lab.multilabel.settings import MultilabelSettings
 
-FEWEST = 10  # labeled samples needed for training
+FEWEST = 10  # the minimum number of labeled samples for training
 EMBEDDINGS = "embeddings.npz"  # in the run directory
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _HASHED = 2**20  # entries that are hashed at once
@@ -308,8 +308,8 @@ def read_files(settings: MultilabelSettings) -> Files:
     bare = int(_without_inputs(rows).sum())
     if bare:
         notes.append(
-            f"`{source}`: {bare} of {len(rows)} samples have no features and no words; only the "
-            "frequencies of their labels are learned."
+            f"`{source}`: {bare} of {len(rows)} samples {'has' if bare == 1 else 'have'} no features and no "
+            "words. Only the label frequencies are learned from such samples."
         )
     labeled = int((rows.counts > 0).sum())
     if labeled < FEWEST:
@@ -374,11 +374,14 @@ def _checked_labels(rows: LabeledRows, source: str, keep: bool, notes: list[str]
     there = rows.counts > 0
     if there.all():
         return rows
-    some = f"`{source}`: {(~there).sum()} of {len(rows)} samples have no labels"
+    one = (~there).sum() == 1
+    some = f"`{source}`: {(~there).sum()} of {len(rows)} samples {'has' if one else 'have'} no labels"
     if keep:
-        notes.append(f"{some} and are kept as examples that no label applies to.")
+        examples = "is kept as an example" if one else "are kept as examples"
+        notes.append(f"{some} and {examples} that no label applies to.")
         return rows
-    notes.append(f"{some} and were skipped. Use `--unlabeled keep` to train on them.")
+    skipped = "was skipped" if one else "were skipped"
+    notes.append(f"{some} and {skipped}. Use `--unlabeled keep` to train on such samples.")
     return rows.take(there)
 
 
@@ -410,7 +413,7 @@ def aligned(rows: LabeledRows, names: Sequence[str], source: str, notes: list[st
 
 
 def set_aside(rows: LabeledRows) -> tuple[LabeledRows, LabeledRows]:
-    """Split into training and validation.
+    """Split samples into a training part and a validation part.
 
     The validation part is a tenth of the samples, but at least 200, or a third of the samples if that is
     fewer, and at most 5000. Samples with and without labels are split in the same proportion.

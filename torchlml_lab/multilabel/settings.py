@@ -11,7 +11,7 @@ from torchlml_lab.engine.settings import GridSettings, TrainSettings
 LossName = Literal["lml", "softmax", "bce", "truncated-entropy"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 AnyLossName = Literal[LossName, "topk-softmax"]
-"""The losses for recommendation."""
+"""The names of the losses that recommendation supports."""
 WITH_K: tuple[AnyLossName, ...] = ("lml", "truncated-entropy", "topk-softmax")
 PerRow = Literal["labels"]
 ModelName = Literal["combined", "network"]
@@ -58,7 +58,7 @@ class MultilabelSettings(TrainSettings):
     separator: str | None = None
     """The separator between labels in a cell; by default the most common of `, ; |` and tab."""
     texts: tuple[str, ...] = ()
-    """The text columns; by default all columns are used, unless `--numbers` is given."""
+    """The text columns; if neither `--texts` nor `--numbers` is given, both are detected."""
     numbers: tuple[str, ...] = ()
     """The number columns."""
     unlabeled: UnlabeledName = "auto"
@@ -98,8 +98,8 @@ class MultilabelSettings(TrainSettings):
 class EvaluateSettings:
     """Evaluate a multi-label run: rankings (P@k, nDCG@k, PSP@k, R@k), sets (F1, exact sets) and calibration.
 
-    Rankings are compared with a baseline, the most frequent labels. Sets are evaluated for every rule
-    that `torchlml predict --rule` accepts.
+    Rankings are compared with a baseline that always predicts the most frequent labels. Sets are evaluated
+    for every rule that `torchlml predict --rule` accepts.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
@@ -136,7 +136,7 @@ class PredictSettings:
     sample), or `auto` (the best of these rules on validation). A set is empty only with `half`, or if the run
     kept samples without labels."""
     out: Path | None = None
-    """Also write all samples to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per sample."""
+    """Also write the labels of all samples to a file: one line per label (.csv) or per sample (.jsonl)."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class LabelRecord:
     loss: str
     """The loss with its k, such as `lml-5`."""
     keep: str
-    """The share of training labels that is kept, or `one` per sample."""
+    """The share of training labels to keep, or `one` for one label per sample."""
     seed: int
     learning_rate: float
     best_epoch: int

@@ -77,7 +77,7 @@ def run(
 
     def build(settings: MultilabelSettings, data: Data) -> Task:
         built = build_task(settings, data)
-        # The inputs replace the features and texts of the training samples, which need much memory.
+        # The inputs replace the features and texts of the training samples, which take a lot of memory.
         nothing = replace(data.training, features=data.training.features[:, :0], texts=None)
         made.append((data._replace(training=nothing), built))
         return built.task
@@ -87,7 +87,7 @@ def run(
     if not made:
         return load(folder), read(settings)
     ((data, built),) = made
-    # A copy, because accelerate may have wrapped the model for its precision and moved it to a GPU.
+    # A copy, because accelerate may have wrapped the model for mixed precision and moved it to a GPU.
     best = new_network(settings, built.prepared)
     best.load_state_dict(built.task.model.state_dict())
     held_out = None
@@ -119,7 +119,7 @@ class Built(NamedTuple):
     prepared: Preparation
     linear: "LinearFit | None"
     unchanged: bool
-    """Whether the run repeats an earlier run that had stopped improving, so its weights are kept."""
+    """Whether an earlier run with the same data and settings stopped improving, so its weights are kept."""
 
 
 def completed(settings: MultilabelSettings) -> MultilabelSettings:
@@ -190,7 +190,7 @@ class LinearFit:
         model.linear = self.held_out().to(next(model.parameters()).device)
 
     def refit(self, model: nn.Module, folder: Path | None) -> None:
-        """Fit the linear part on all samples, and write it to the run."""
+        """Fit the linear part on all samples, and write it to the run directory."""
         assert isinstance(model, LabelNetwork)
         if self.start is not None and self.penalty == math.inf:
             self.final_part = self.start.final
@@ -313,7 +313,7 @@ def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSett
 
 
 def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int]:
-    """Return the loss and the k of the predictions: `--k`, or the rounded mean number of labels."""
+    """Return the loss, and the k of the predictions, which is `--k` or the rounded mean number of labels."""
     labels = len(data.training.names)
     usual = min(max(1, round(float(data.training.counts.mean()))), labels - 1)
     loss = loss_of(settings)
@@ -363,7 +363,7 @@ def check(settings: MultilabelSettings) -> None:
         raise BadInput("`--separator` must be the text between two labels, but it is empty.")
     if settings.continue_from is not None:
         earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
-        run_directory.find_best_epoch(EXPERIMENT, settings.continue_from)  # raises if there is none
+        run_directory.find_best_epoch(EXPERIMENT, settings.continue_from)  # raises if no epoch is complete
         for name in ("hidden", "encoder"):
             now, then = getattr(settings, name), getattr(earlier, name)
             if now != then:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions, align, read_interactions
+from torchlml_lab.files import counted
 from torchlml_lab.multilabel.losses import PADDING, loss_with_usual_k
 from torchlml_lab.recommend.settings import RecommendSettings
 
@@ -78,8 +79,8 @@ def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Int
 
     Args:
         have: All pairs.
-        count: The number of users, or all if there are fewer. Users with a single item are not chosen, and
-            every user keeps at least one item.
+        count: The number of users to choose among those with at least two items, or all of them if there are
+            fewer. Every user keeps at least one item.
         latest: Hold out the last items of each user instead of random ones.
 
     Returns:
@@ -137,7 +138,7 @@ class Data(NamedTuple):
 
     @property
     def splits(self) -> dict[str, Users]:
-        """The users in `validation`, and in `test` if there is one, with histories and items to find."""
+        """The users of each split (`validation`, and `test` if any), with histories and items to find."""
         splits = {"validation": Users(self.training, self.validation)}
         if self.test is not None:
             splits["test"] = Users(self.before_test, self.test)
@@ -191,11 +192,17 @@ def read_later(
     notes = _notes(path, file)
     if users or items:
         notes.append(
-            f"`{path}`: {users} users and {items} items are not in the training data and were skipped."
+            f"`{path}`: {counted(users, 'user', 'users')} and {counted(items, 'item', 'items')} that are not "
+            "in the training data were skipped."
         )
     known = torch.isin(later.user * len(have.items) + later.item, have.user * len(have.items) + have.item)
     if known.any():
-        notes.append(f"`{path}`: {int(known.sum())} pairs are also in the training data and were skipped.")
+        skipped = counted(
+            int(known.sum()),
+            "pair that is also in the training data was",
+            "pairs that are also in the training data were",
+        )
+        notes.append(f"`{path}`: {skipped} skipped.")
         later = later.keep(~known)
     if not len(later):
         raise BadInput(
@@ -207,10 +214,12 @@ def read_later(
 def _notes(path: Path, have: Interactions) -> list[str]:
     notes = []
     if have.repeated:
-        notes.append(f"`{path}`: {have.repeated} pairs are duplicates and were skipped.")
+        skipped = counted(have.repeated, "duplicate pair was", "duplicate pairs were")
+        notes.append(f"`{path}`: {skipped} skipped.")
     if have.low:
-        notes.append(f"`{path}`: {have.low} pairs have a rating below `--min-rating` and were skipped.")
+        pairs = counted(have.low, "pair was", "pairs were")
+        notes.append(f"`{path}`: {pairs} skipped because of a rating below `--min-rating`.")
     empty = int((have.counts == 0).sum())
     if empty:
-        notes.append(f"`{path}`: {empty} users have no items.")
+        notes.append(f"`{path}`: {counted(empty, 'user has', 'users have')} no items.")
     return notes

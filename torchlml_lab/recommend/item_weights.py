@@ -25,8 +25,8 @@ PENALTIES = (10.0, 30.0, 100.0, 300.0, 1000.0)
 USUAL_PENALTY = 200.0  # for large matrices, because trying each penalty requires a matrix inversion
 # If the smaller of the numbers of users and items exceeds this limit, only one penalty is tried, in float32.
 MANY = 6_000
-# With more items than this (for EASE, also more users), only the most popular items have weights, because
-# the time to fit EASE is cubic in this number.
+# If the number of items (and, for EASE, that of users) exceeds this limit, only the most popular items have
+# weights, because the time to fit EASE is cubic in this number.
 MOST = 50_000
 KEPT = 1_024  # weights stored per item; the others are close to 0
 LOW_PASS_WEIGHTS = (0.1, 0.3, 1.0)
@@ -54,8 +54,8 @@ class ItemWeights(nn.Module):
         items: The number of items.
 
     Only the `KEPT` largest entries of each row of B are stored, so that a model with 40,000 items needs
-    0.3 GB instead of 6.4 GB. The model scores any history, including those of users who are not in the
-    training data.
+    0.3 GB instead of 6.4 GB. The model scores any history, even if the user is not in the training
+    data.
     """
 
     def __init__(self, items: int) -> None:
@@ -153,7 +153,7 @@ def fit_ease(
     Args:
         have: The training pairs.
         penalty: The penalty. None selects the best of `PENALTIES`, or `USUAL_PENALTY` for large matrices.
-        recall: A metric on validation users, higher for better models.
+        recall: Computes a metric on the validation users, for which higher values are better.
 
     Returns:
         The model and its penalty. A matrix that does not fit in memory raises `BadInput` before it is built.
@@ -184,7 +184,7 @@ def fit_graph_filter(have: Interactions, recall: Callable[[ItemWeights], float])
 
     Args:
         have: The training pairs.
-        recall: A metric on validation users, higher for better models.
+        recall: Computes a metric on the validation users, for which higher values are better.
 
     Returns:
         The model and the best weight w of its low-pass part among `LOW_PASS_WEIGHTS`. Let X be the matrix of

@@ -39,7 +39,7 @@ class Factors(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The bipartite graph of users and items, stored in the order of users and in the order of items.
+    """The bipartite graph of users and items, stored twice: sorted by user and sorted by item.
 
     The weight of a pair is `1 / sqrt(items of the user * users of the item)`.
     """
@@ -187,7 +187,7 @@ class Autoencoder(nn.Module):
         dropout: The share of a user's items that is dropped from the input during training.
         level: The initial value of all scores, as for `MatrixFactorization`.
 
-    The model scores any history, including those of users who are not in the training data.
+    The model scores any history, even if the user is not in the training data.
     """
 
     def __init__(self, items: int, dimension: int, dropout: float, level: float) -> None:
@@ -292,15 +292,17 @@ def _given(scores: Tensor, _: Batch) -> Tensor:
 def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice:
     """Choose the weights of the models by a metric on users with held-out items.
 
+    First, rescale each model's scores by the factor that maximizes the likelihood of the held-out items under
+    a softmax, so that the scores of different models are comparable. Then try all weights in steps of a
+    quarter. If several choices have the same metric, prefer the one with the fewest models.
+
     Args:
         models: The trained models by name.
         users: The validation users.
         metric: The metric, such as `recall@20`.
 
     Returns:
-        The weights, in steps of a quarter, without models whose weight is 0. Before that, the scores of each
-        model are multiplied by the factor that makes the held-out items most likely under a softmax, so that
-        the scores of different models are comparable. If metrics are equal, fewer models are preferred.
+        The weights and score factors of the models with nonzero weight.
     """
     scales = {name: fit_scale(of_network(model), users) for name, model in models.items()}
     weights = [one for one in product(SHARES, repeat=len(models)) if math.isclose(sum(one), 1.0)]

@@ -14,7 +14,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions, read_interactions
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
-from torchlml_lab.files import check_file, replacing, writing
+from torchlml_lab.files import check_file, counted, replacing, writing
 from torchlml_lab.multilabel.losses import padded
 from torchlml_lab.recommend.histories import popular_items
 from torchlml_lab.recommend.model import TrainedRecommender, load, scores_new_users
@@ -52,7 +52,8 @@ def main(settings: PredictSettings) -> None:
     people, notes = find_people(settings, trained)
     strangers = sum(not known(person, trained) for person in people)
     if strangers:
-        notes.append(f"{strangers} of {len(people)} users are unknown and get the most popular items.")
+        are = "is unknown and gets" if strangers == 1 else "are unknown and get"
+        notes.append(f"{strangers} of {len(people)} users {are} the most popular items.")
     say(notes, console)
     everyone = recommendations(trained, people, settings.top)
     shown = list(islice(everyone, SHOWN))
@@ -69,10 +70,11 @@ def main(settings: PredictSettings) -> None:
             table.add_row(one.user, _cell(one))
         console.print(table)
     if settings.out is not None:
-        said = f"The recommendations for {len(people)} users are in {settings.out}."
+        said = f"The recommendations for {counted(len(people), 'user', 'users')} are in {settings.out}."
         console.print(said, soft_wrap=True, highlight=False)
     elif len(people) > SHOWN:
-        said = f"{len(people) - SHOWN} more users are not shown. Use `--out FILE.csv` to write all of them."
+        more = counted(len(people) - SHOWN, "more user is", "more users are")
+        said = f"{more} not shown. Use `--out FILE.csv` to write the recommendations for all users."
         console.print(said, highlight=False)
 
 
@@ -97,7 +99,12 @@ def find_people(settings: PredictSettings, trained: TrainedRecommender) -> tuple
         )
         more, unknown = _known_items(file, have)
         if unknown:
-            notes.append(f"`{settings.data}`: {unknown} items are not in the training data and were skipped.")
+            skipped = counted(
+                unknown,
+                "item that is not in the training data was",
+                "items that are not in the training data were",
+            )
+            notes.append(f"`{settings.data}`: {skipped} skipped.")
     people = []
     for name in settings.users or more or have.users:
         place = number.get(name, -1)

@@ -148,8 +148,8 @@ def calibration(
         k: The mean number of later items per user. The probabilities of all items sum to k.
 
     Returns:
-        The mean probability and the share of items that the user later chose, for bins of equally many items
-        with similar probabilities.
+        For each bin, the mean probability and the share of items that the users later chose. The bins contain
+        equal numbers of items with similar probabilities.
     """
     chances, taken = [], []
     for batch in batches:

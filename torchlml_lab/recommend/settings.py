@@ -25,9 +25,9 @@ class RecommendSettings(TrainSettings):
 
     out: Path = Path("runs/recommend")
     train: Path | None = None
-    """Users and items: lines `user item item ...`, CSV or TSV of pairs, or RecBole .inter; plain or .gz."""
+    """The users' items: lines `user item item ...`, CSV or TSV pairs, or RecBole .inter; may be gzipped."""
     test: Path | None = None
-    """Later items of the users, in any format of `--train`; without them, validation metrics are reported."""
+    """The users' later items, in any `--train` format; by default, validation metrics are reported."""
     columns: tuple[str, str] | None = None
     """The user and item columns of CSV, TSV and .inter; by default those named user and item."""
     min_rating: float | None = None
@@ -49,7 +49,7 @@ class RecommendSettings(TrainSettings):
     layers: int = 0
     """The number of graph layers for matrix factorization, as in LightGCN, which has three; 0 means none."""
     dimension: int = 64
-    """The size of the hidden layer or of the vectors."""
+    """The size of the autoencoder's hidden layer, or of the vectors in matrix factorization."""
     temperature: float = 0.1
     """The temperature that divides the cosines of matrix factorization, greater than 0."""
     dropout: float = 0.4
@@ -62,7 +62,7 @@ class RecommendSettings(TrainSettings):
     """Stop after this many epochs without improvement."""
     batch_size: int = 0
     """The number of users per step over all processes, a multiple of the number of processes. 0 means 128, or
-    512 with graph layers, or less for matrix factorization with few users."""
+    512 with graph layers, or fewer for matrix factorization if there are few users."""
     learning_rate: float = 0.0
     """The learning rate of Adam; 0 means 0.006 for autoencoders and 0.02 for matrix factorization."""
     validation: int | None = None
@@ -81,7 +81,7 @@ class EvaluateSettings:
     split: Literal["validation", "test"] | None = None
     """The items to find: held-out validation items, or the items of `--test` (the default if available)."""
     data: Path | None = None
-    """A file with later items to use instead of a split, in any format of `--train`."""
+    """A file with later items to use instead of a split, in any format that `--train` accepts."""
     out: Path | None = None
     """The directory for `report.png` (recall against k, and calibration); by default, the run directory."""
     train: Path | None = None
@@ -105,7 +105,7 @@ class PredictSettings:
     users: tuple[str, ...] = ()
     """The names of the users; by default, the users in `--data`, or all users without `--data`."""
     data: Path | None = None
-    """A file with more items of users, who may be new, in any format of `--train`."""
+    """A file with more items of known or new users, in any format that `--train` accepts."""
     top: int = 5
     """The number of items per user."""
     out: Path | None = None

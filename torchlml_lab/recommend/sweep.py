@@ -1,4 +1,4 @@
-"""`torchlml sweep recommend`: run all models, losses and seeds, and tabulate the results."""
+"""`torchlml sweep recommend`: run all combinations of models, losses and seeds, and tabulate the results."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ class RankingRecord:
 
     model: str
     layers: int
-    """The number of graph layers for matrix factorization; 0 for models that do not use it."""
+    """The number of graph layers for matrix factorization; 0 for other models."""
     loss: str
     """The loss and its k, such as `lml-20`, or `own` for models that are not trained with a single loss."""
     users: int
@@ -55,12 +55,12 @@ class RankingRecord:
 
     @property
     def method(self) -> str:
-        """The model, its layers and the loss."""
+        """The name of the method, which consists of the model, its layers and the loss."""
         return Method(self.model, self.layers, self.loss).name
 
     @property
     def recipe(self) -> tuple[float, float, float]:
-        """The tuned settings."""
+        """The tuned settings: learning rate, temperature and dropout."""
         return self.learning_rate, self.temperature, self.dropout
 
 
@@ -73,7 +73,7 @@ class Method(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in tables of tuned settings."""
+        """The name of the method in error messages and run directories."""
         layers = f"_{self.layers}-layers" if self.layers else ""
         return f"{self.model}{layers}_{self.loss}"
 
@@ -94,7 +94,7 @@ def best_recipes(
     `methods` contains names as returned by `RankingRecord.method`.
     """
     tried = [Tried(row.method, row.recipe, (row.users, row.seed), row.validation_recall20) for row in rows]
-    return output.best_recipes(tried, methods, path, "method", "recipe", "users and seeds")
+    return output.best_recipes(tried, methods, path, "method", "set of hyperparameters", "users and seeds")
 
 
 # The options of a run that the sweep sets itself.
@@ -151,7 +151,7 @@ def _methods(settings: SweepSettings) -> Iterator[tuple[Model, Method]]:
 def _recipes(
     settings: SweepSettings, methods: Sequence[tuple[Model, Method]]
 ) -> dict[Method, list[tuple[float, ...]]]:
-    """Return the recipes of each method: all combinations to try, or the tuned recipe."""
+    """Return the hyperparameters of each method: all combinations to try, or the tuned ones."""
     run = settings.run
     usual: list[tuple[float, ...]] = [(run.learning_rate, run.temperature, run.dropout)]
     rates = settings.learning_rates or (run.learning_rate,)

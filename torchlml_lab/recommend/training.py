@@ -63,7 +63,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES: dict[str, Recipe] = {
-    # For these two models, only the batch size is used, in evaluation.
+    # These two models use only the batch size, and only for evaluation.
     "ease": Recipe("softmax", 128, 1.0),
     "graph-filter": Recipe("softmax", 128, 1.0),
     "autoencoder": Recipe("lml", 128, 0.006),
@@ -122,7 +122,7 @@ def loss_of(settings: RecommendSettings) -> LabelLoss:
 def train_all(
     settings: RecommendSettings, read: Callable[[RecommendSettings], Data], console: Console
 ) -> dict[str, Any]:
-    """Train every candidate in its own directory within the run, then choose their weights.
+    """Train every candidate in its own directory within the run directory, then choose their weights.
 
     Args:
         settings: The settings of the run.
@@ -168,7 +168,7 @@ def train_all(
 
 
 def _lacks_memory(name: Candidate, training: Interactions) -> str | None:
-    """Return a clause that says how much memory a model needs, or None if it fits."""
+    """Return a clause about the memory that a model needs, or None if it fits in memory."""
     if name not in CLOSED_FORM:
         return None
     needed = item_weights.memory_needed(name, int((training.counts > 0).sum()), len(training.items))
@@ -286,7 +286,7 @@ def _fit(model: nn.Module, settings: RecommendSettings, data: Data) -> float:
         fitted, _ = item_weights.fit_graph_filter(data.training, recall)
     with torch.no_grad():
         fitted.scale.fill_(fit_scale(of_network(fitted), users))
-    model.load_state_dict(fitted.state_dict(), strict=False)  # all but the fingerprint of the data
+    model.load_state_dict(fitted.state_dict(), strict=False)  # `fitted` lacks the fingerprint of the data
     return time.monotonic() - started
 
 
@@ -294,7 +294,7 @@ LOSSES: tuple[AnyLossName, ...] = ("softmax", "lml", "bce", "truncated-entropy",
 
 
 def step_time(settings: LossTimesSettings) -> None:
-    """Time the training steps of all losses and print a table."""
+    """Time training steps with each loss, and print a table."""
     run = replace(
         run_directory.read_moved(RecommendSettings, settings.run, {"train": settings.train}),
         k=None,
@@ -317,7 +317,7 @@ def check(settings: RecommendSettings) -> None:
     for model in models:
         check_settings(completed(replace(settings, model=model)))
     if settings.train is None:
-        raise BadInput("`--train` is missing: pass a file of users and their items.")
+        raise BadInput("`--train` is missing. Pass a file of users and their items.")
     if settings.columns is not None and not any(map(is_table, filter(None, (settings.train, settings.test)))):
         raise BadInput(
             "`--columns` applies to CSV, TSV and .inter files, but the lines of "
@@ -369,7 +369,7 @@ def evaluate(settings: EvaluateSettings) -> None:
 
 
 def report_run(run: Path, console: Console) -> None:
-    """Report the metrics of a finished run on the test users if it has a test file, or else on validation."""
+    """Report the metrics of a finished run on its test users if it has any, or else on validation users."""
     trained = load(run, {})
     report(trained, *_of_split(trained, None), run, Accelerator(cpu=trained.settings.cpu), console)
 
