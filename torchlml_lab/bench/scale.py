@@ -71,8 +71,8 @@ def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tupl
     h = torch.randn(batch, features, generator=generator).requires_grad_()
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
     target = torch.randint(labels, (batch,), generator=generator)
-    # With this chunk size, torch's loss uses about as much memory as `linear_lml_loss`. With its default
-    # options, it takes twenty times as long.
+    # With this chunk size, torch's loss uses about as much memory as `linear_lml_loss`. Its default options
+    # take twenty times as long as this chunk size.
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=64) if hasattr(F, _TORCH) else None
     losses = (
         lambda: torchlml.linear_lml_loss(h, w, target, _K),
@@ -130,7 +130,7 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Count `lml`'s communication rounds between two processes for each scale. Softmax needs two."""
+    """Count `lml`'s communication rounds between two processes for each logit scale. Softmax needs two."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "torchlml_lab.bench.scale", "rounds"]
         command = [*worker, folder, str(settings.labels)]
@@ -155,7 +155,7 @@ def _number(
 
 
 def take_step(arguments: Sequence[str]) -> None:
-    """Run one training step. The arguments are the number of rows, labels, features and threads."""
+    """Run one training step. The arguments are the numbers of rows, labels, features and threads."""
     import resource  # not available on Windows
 
     rows, labels, features, threads = map(int, arguments)
@@ -214,7 +214,7 @@ class TrainingRecord:
 TRAINING = StudyTable(TrainingRecord, lambda row: (-row.threads, row.processes, row.samples, row.labels))
 _PER_SAMPLE = 3  # labels per sample; more are used if necessary for every label to occur
 _MOST_PER_SAMPLE = 10
-_TOGETHER = (100_000, 10_000)  # the most samples and labels for the runs with one thread per process
+_TOGETHER = (100_000, 10_000)  # maximum samples and labels in the runs with one thread per process
 
 
 def training(settings: TrainingSettings) -> None:

@@ -78,7 +78,7 @@ class BenchmarksFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/benchmarks.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml bench layer`, `losses` and `short`; by default, your own or in results/."""
+    """CSV files from `torchlml bench layer`, `losses` and `short`; by default, your own or those in results/."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class MultilabelFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/multilabel.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml sweep multilabel`; by default, in runs/multilabel-sweep or results/."""
+    """CSV files from `torchlml sweep multilabel`; by default, those in runs/multilabel-sweep or results/."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class RecommendFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/recommend.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml sweep recommend`; by default, in runs/recommend-sweep or results/."""
+    """CSV files from `torchlml sweep recommend`; by default, those in runs/recommend-sweep or results/."""
     published: bool = False
     """Also show published results on Gowalla with LightGCN's split; use only for sweeps on these data."""
 
