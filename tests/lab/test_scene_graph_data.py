@@ -133,7 +133,7 @@ def change(table, row, value):
         (change("boxes_1024", (2, 2), 0), "8", ": box 0 from"),
         (change("boxes_1024", (2, 2), -4), "8", "has no area"),
         (change("boxes_1024", (5, 0), 2000), "9", "is not within 1024 x 1024"),
-        (change("img_to_last_box", 2, 7), "9", "must delimit a range within the 7 entries, but they are 4 and 7"),
+        (change("img_to_last_box", 2, 7), "9", "must delimit a range of the 7 entries, but they are 4 and 7"),
         (change("img_to_first_rel", 0, -1), "7", "`img_to_first_rel` and `img_to_last_rel` must delimit"),
         (change("split", 1, 1), "8", "its split must be 0 (train) or 2 (test), but it is 1"),
     ],
@@ -163,7 +163,9 @@ def test_visual_genome_that_cannot_be_read(tmp_path):
     write_vg(tmp_path, SMALL, {name: table for name, table in tables.items() if name != "predicates"})
     assert "VG-SGG.h5` must contain the array `predicates`" in rejected()
     write_vg(tmp_path, SMALL, tables | {"labels": tables["labels"][:-1]})
-    assert "`labels` must be an integer array of shape (7,), but it has dtype int64 and shape (6,)" in rejected()
+    assert (
+        "`labels` must be an integer array of shape (7,), but it has dtype int64 and shape (6,)" in rejected()
+    )
     write_vg(tmp_path, SMALL)
     (tmp_path / "image_data.json").write_text(json.dumps([{"image_id": 7, "width": 5, "height": 5}]))
     assert "image_data.json` has 1 images, but" in rejected()

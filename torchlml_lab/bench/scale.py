@@ -98,7 +98,7 @@ def times(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def memory(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Measure the memory that a step uses beyond the weight gradient, relative to the budget of 64 MiB."""
+    """Measure the memory that a step uses beyond the weight gradient, relative to a budget of 64 MiB."""
     for batch in (settings.batch // 4 or 1, settings.batch, 4 * settings.batch):
         calls = steps(batch, settings.labels, settings.features)
         # For the largest batch, two copies of all logits would exceed the memory of many machines.
@@ -110,7 +110,7 @@ def memory(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def peak(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Measure the peak memory of a new process that runs one step, relative to the budget of 3 GiB."""
+    """Measure the peak memory of a new process that runs one step, relative to a budget of 3 GiB."""
     case = Case(settings.most_labels, _K, 512, 1.0, "float32", settings.threads)
     arguments = [str(number) for number in (case.batch, case.n, settings.features, case.threads)]
     command = [sys.executable, "-m", "torchlml_lab.bench.scale", "step", *arguments]

@@ -357,7 +357,7 @@ def _single_label(n: int, k: int, threads: int) -> Comparison:
 
 
 def _ragged(threads: int) -> Comparison:
-    """Compare a ragged batch (six images, 100 to 380 edges, 50 predicates per edge) with a dense batch."""
+    """Compare a ragged batch (six images with 100 to 380 edges, 50 predicates per edge) with a dense one."""
     lengths = 50 * torch.tensor([100, 150, 210, 260, 340, 380])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     size = int(offsets[-1])

@@ -191,7 +191,7 @@ def points(surface: Surface) -> tuple[Tensor, Tensor]:
 
 
 def draw_entropies(picture: Path) -> None:
-    """Draw four maps of an entropy as a fraction of its maximum, with contour lines."""
+    """Draw four entropies as heat maps with contour lines, each as a fraction of its maximum."""
     with new_figure(picture, PAGE, 2.25) as figure:
         panels = figure.subplots(1, 4)
         filled = [_draw_surface(axes, surface) for axes, surface in zip(panels, SURFACES, strict=True)]

@@ -201,7 +201,7 @@ def page_of(rows: Sequence[ResultRecord]) -> str:
 
 
 def _measure_lines(groups: Cells, datasets: Sequence[str], measure: str) -> list[tuple[str, ...]]:
-    """Format a row for each method, with the best method that does not use all labels in bold."""
+    """Format a row for each method. The best method among those that do not use all labels is in bold."""
     best = {}
     for dataset in datasets:
         means = {

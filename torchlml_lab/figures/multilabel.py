@@ -85,8 +85,8 @@ def difference(one: Group, other: Group, measure: str) -> list[float]:
 def draw(rows: Sequence[LabelRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
     """Draw each loss's nDCG@5 minus that of softmax, with a panel for each data set.
 
-    Losses far below the others are not drawn, so that the other lines remain readable. Their names and ranges are
-    written below the panels.
+    Losses far below the others are not drawn, so that the other lines remain readable. Their names and ranges
+    are written in the panels.
 
     Args:
         rows: The runs, with one learning rate per loss.

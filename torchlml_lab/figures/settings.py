@@ -78,12 +78,12 @@ class BenchmarksFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/benchmarks.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml bench layer`, `losses` and `short`; by default, your own or those in results/."""
+    """CSV files from `torchlml bench layer`, `losses` and `short`; by default, yours or those in results/."""
 
 
 @dataclass(frozen=True)
 class BandwidthFigureSettings(CsvFigureSettings):
-    """Draw the speed of softmax and lml as a fraction of the bandwidth of a copy of the same data."""
+    """Draw the speed of softmax and lml relative to the speed of copying the same data."""
 
     out: Path = Path("torchlml-figures/bandwidth.png")
 

@@ -242,7 +242,7 @@ def with_noise(part: Part, probability: float, seed: int) -> Part:
     coarse_of[part.fine] = part.coarse
     if (coarse_of[part.fine] != part.coarse).any():
         fine = int(part.fine[coarse_of[part.fine] != part.coarse][0])
-        raise BadInput(f"The labels are inconsistent: the fine label {fine} occurs with several coarse labels.")
+        raise BadInput(f"The labels are inconsistent: fine label {fine} occurs with several coarse labels.")
     generator = torch.Generator().manual_seed(seed)
     resampled = torch.rand(len(part), generator=generator) < probability
     siblings = (coarse_of.unsqueeze(0) == part.coarse.unsqueeze(1)).float()

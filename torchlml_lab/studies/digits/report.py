@@ -264,9 +264,9 @@ def write(
     parts = [
         "<h1>Learning k labels from one label per image</h1>",
         f"<p>{html.escape(setting)}</p>",
-        "<h2>Test images</h2><p>The tables show the probability p that each method assigns to each digit, with "
-        "the networks trained with the first seed in the uniform condition. Orange frames mark the digits in "
-        "the image. A darker cell means a larger p.</p>",
+        "<h2>Test images</h2><p>The tables show the probability p that each method assigns to each digit. "
+        "The networks were trained with the first seed in the uniform condition. Orange frames mark the "
+        "digits in the image. A darker cell means a larger p.</p>",
     ]
     parts += [_example(examples, answers, i) for i in range(len(examples.named))]
     parts.append("<h2>Plots</h2>")

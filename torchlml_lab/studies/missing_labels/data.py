@@ -113,8 +113,8 @@ def _read_npz(name: str, path: Path) -> Dataset:
         train = np.arange(len(x)) < count if count else None
     if train is not None and train.shape != (len(x),):
         raise BadInput(
-            f"`{path}` must have one value in `train` for each of its {len(x)} samples, but `train` has shape "
-            f"{train.shape}."
+            f"`{path}` must have one value in `train` for each of its {len(x)} samples, but `train` has "
+            f"shape {train.shape}."
         )
     if name in PUBLISHED and "observed" not in found:
         raise BadInput(f"`{path}` has no array `observed`.")
@@ -207,7 +207,7 @@ def _standardized(x: Tensor, train: Tensor) -> Tensor:
 
 
 def labeled_part(split: Split) -> Split:
-    """Use only the validation samples: three quarters of them for training and one quarter for validation.
+    """Return a split with three quarters of the validation samples for training and the rest for validation.
 
     A model trained on this split uses only fully labeled samples.
     """

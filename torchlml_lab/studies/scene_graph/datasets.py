@@ -146,7 +146,7 @@ def _range(
         raise damaged(
             path,
             name,
-            f"`img_to_first_{kind}` and `img_to_last_{kind}` must delimit a range within the {most} entries, but "
+            f"`img_to_first_{kind}` and `img_to_last_{kind}` must delimit a range of the {most} entries, but "
             f"they are {first} and {last}",
         )
     return first, last - first + 1

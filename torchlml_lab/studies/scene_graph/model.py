@@ -175,9 +175,9 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
 
     Args:
         training: The images to count pairs and relations in.
-        counts: An npz file with `subject`, `object` and `predicate` (numbered from 1) and `count`. Its relations
-            replace those of `training` and are scaled to the same total. The pairs of classes are still
-            counted in `training`.
+        counts: An npz file with `subject`, `object` and `predicate` (numbered from 1) and `count`. Its
+            relations replace those of `training` and are scaled to the same total. The pairs of classes are
+            still counted in `training`.
 
     Returns:
         (objects, objects, 1 + predicates), float32: log(frequency + 0.001), as in Motifs.
