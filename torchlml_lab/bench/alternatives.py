@@ -66,7 +66,7 @@ def markdown(rows: Sequence[Measurement]) -> str:
         base = values[BASELINE, "forward", "time", n].p50
         logits = f"{batch} rows, scale {scale:g}" if scale else "one row of equal logits"
         said = f"n = {n}: {logits}, k = {k}, {dtype}, threads: {threads}; "
-        said += f"softmax forward takes {base:,.0f} µs"
+        said += f"the forward pass of softmax takes {base:,.0f} µs"
         heads = ("method", "forward", "forward + backward", "MiB", *EXACTNESS)
         parts += ["", said, "", *_table(heads, _measures(values, n))]
     return "\n".join(parts)
