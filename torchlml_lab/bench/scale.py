@@ -71,8 +71,8 @@ def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tupl
     h = torch.randn(batch, features, generator=generator).requires_grad_()
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
     target = torch.randint(labels, (batch,), generator=generator)
-    # With this chunk size, torch's loss uses about as much memory as `linear_lml_loss`. Its default options
-    # take twenty times as long as this chunk size.
+    # With this chunk size, torch's loss uses about as much memory as `linear_lml_loss`. With its default
+    # options, it takes twenty times as long as with this chunk size.
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=64) if hasattr(F, _TORCH) else None
     losses = (
         lambda: torchlml.linear_lml_loss(h, w, target, _K),

@@ -44,7 +44,7 @@ def by_noise(settings: NoiseFigureSettings) -> None:
 
 
 def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw accuracies minus those of cross-entropy or the first known loss, in panels for top-1 and top-k.
+    """Draw accuracies minus those of cross-entropy (or the first known loss) in panels for top-1 and top-k.
 
     Args:
         rows: The runs, with one recipe per loss. If they include the last epoch, two more panels show its

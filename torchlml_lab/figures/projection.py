@@ -162,7 +162,7 @@ def proven_bracket(x: Tensor, k: int) -> tuple[float, float]:
 
 
 def draw_root_finding(picture: Path) -> None:
-    """Draw the equation for nu with two search intervals, its terms, and nu outside the paper's interval."""
+    """Draw three panels: the equation for nu with two search intervals, its terms, and equal logits."""
     x = torch.tensor(ROOT_FINDING_ROW, dtype=torch.float64)
     with new_figure(picture, PAGE, 2.5) as figure:
         total, parts, ties = figure.subplots(1, 3)

@@ -138,8 +138,7 @@ def _place(method: str) -> tuple[int, str, int]:
 
 
 BY_BIAS = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
-# The variants of a sweep over `--biases`. Earlier biases contain more information about
-# the training images.
+# The variants of a sweep over `--biases`, in decreasing order of information about the training images.
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 
@@ -154,7 +153,7 @@ def by_bias(settings: BiasFigureSettings) -> None:
 
 
 def cells(rows: Sequence[RecallRecord], split: str) -> dict[tuple[str, str], list[RecallRecord]]:
-    """Group the best epochs by method and variant: the frequency baseline, then methods in name order."""
+    """Group the best epochs by method and variant: the frequency baseline first, then methods by name."""
     found: dict[tuple[str, str], list[RecallRecord]] = defaultdict(list)
     for row in rows:
         if row.split == split and row.chosen and row.variant in BIASES:

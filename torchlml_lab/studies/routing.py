@@ -247,7 +247,7 @@ def _look(router: str) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
-    """Draw validation losses minus those of the first router and busiest experts' loads, as means over seeds.
+    """Draw means over seeds: validation loss minus that of the first router, and loads of the busiest expert.
 
     Args:
         rows: The measurements.

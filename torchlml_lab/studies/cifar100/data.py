@@ -37,8 +37,7 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-# Old files import the functions that rebuild arrays from numpy.core, and new files import them from
-# numpy._core.
+# The functions that rebuild arrays belong to numpy.core in old files and to numpy._core in new files.
 _ALLOWED = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_reconstructor() for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar_reconstructor() for core in ("core", "_core")},
