@@ -352,7 +352,7 @@ def test_one_observed_label(page: str, section: str, head: str) -> None:
 
 
 def test_the_published_draw() -> None:
-    for table in of_section(ONE_LABEL / "missing-labels.md", "Published draw of VOC 2012"):
+    for table in of_section(ONE_LABEL / "missing-labels.md", "VOC 2012 with the published observed labels"):
         for title, *cells in table.lines:
             (found,) = one_label_rows(table.heads[0], "voc2012", ONE_LABEL_METHODS[title], "published")
             names = [ONE_LABEL_MEASURES[head][0] for head in table.heads[1:]]

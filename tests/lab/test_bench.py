@@ -158,7 +158,7 @@ def test_an_unavailable_provider_is_rejected_with_the_reason(capsys, monkeypatch
     monkeypatch.setattr(grid_benchmark, "LAYER", (LAYER[0], absent))
     code, _, err = bench(capsys, "--providers", absent.name)
     assert code == 2
-    assert err == f"torchlml: `--providers` names `{absent.name}`, which cannot run here: it rains.\n"
+    assert err == f"torchlml: `--providers` names `{absent.name}`, which is not available: it rains.\n"
 
 
 def test_the_thread_count_is_restored_even_after_a_failure(monkeypatch, capsys, tmp_path):

@@ -201,7 +201,7 @@ def test_missing_packages_are_reported_once_and_listed_in_the_table(
     (line,) = (line for line in out.splitlines() if line.startswith("| difftopk"))
     assert line.count("not installed") == len(ABILITIES)
     words = ["bench", "alternatives", "--methods", "difftopk"]
-    assert "`--methods` names `difftopk`, which cannot run here: the package" in rejected(capsys, words)
+    assert "`--methods` names `difftopk`, which is not available: the package" in rejected(capsys, words)
 
 
 def test_a_missing_dependency_of_a_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

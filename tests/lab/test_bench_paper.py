@@ -72,7 +72,7 @@ def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, mo
         assert study("--csv", path) == 130
     said = capsys.readouterr().err
     assert said == (
-        f"torchlml: Interrupted: 1 of 2 lengths are done and 32 rows are in {path}. "
+        f"torchlml: Interrupted: 1 of 2 row lengths are complete. Rows added to {path}: 32. "
         "Continue with `--resume`.\n"
     )
     kept = measurements.read(path, "--csv")

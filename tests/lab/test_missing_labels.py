@@ -366,7 +366,7 @@ GOOD = {"x": np.ones((6, 2), np.float32), "y": np.eye(6, 3, dtype=bool) | (np.ar
         (
             "yeast",
             {**GOOD, "train": np.ones(5, bool)},
-            "one value of `train` per sample, but its shape is (5,)",
+            "one value in `train` for each of its 6 samples, but `train` has shape (5,)",
         ),
         ("voc2012", {**GOOD, "train": np.arange(6) < 4}, "has no array `observed`"),
         (

@@ -113,7 +113,7 @@ def test_the_figure_and_its_tables(folder, tmp_path, capsys, monkeypatch):
     )
     assert cell in page
     assert f"{np.mean(one):.2f} ± {np.std(one, ddof=1):.2f}" in page
-    assert "## Published draw of VOC 2012" in page
+    assert "## VOC 2012 with the published observed labels" in page
     table = page.split("| mAP |")[1].split("\n\n")[0]
     assert table.count("**") == 2 * 2  # one bold cell for each data set
     assert "**" not in next(line for line in table.split("\n") if line.startswith("| BCE, all"))

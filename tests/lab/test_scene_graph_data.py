@@ -163,7 +163,9 @@ def test_visual_genome_that_cannot_be_read(tmp_path):
     write_vg(tmp_path, SMALL, {name: table for name, table in tables.items() if name != "predicates"})
     assert "VG-SGG.h5` must contain the array `predicates`" in rejected()
     write_vg(tmp_path, SMALL, tables | {"labels": tables["labels"][:-1]})
-    assert "`labels` must be an integer array of shape (7,), but it is int64 of shape (6,)" in rejected()
+    assert (
+        "`labels` must be an integer array of shape (7,), but it has dtype int64 and shape (6,)" in rejected()
+    )
     write_vg(tmp_path, SMALL)
     (tmp_path / "image_data.json").write_text(json.dumps([{"image_id": 7, "width": 5, "height": 5}]))
     assert "image_data.json` has 1 images, but" in rejected()

@@ -22,8 +22,8 @@ from torchlml_lab.bench.cases import LAYER, Case, Provider
 
 # The distance by which a typical handwritten bisection extends its interval beyond the logits.
 REACH = 10.0
-# torchsort's regularization strength multiplied by n. With 10, the outputs for n = 32 would not even sum to
-# approximately k.
+# The product of torchsort's regularization strength and n. With a value of 10, the outputs for n = 32 would
+# not even approximately sum to k.
 SPREAD = 3.0
 
 
@@ -48,7 +48,7 @@ def scaled_softmax(x: Tensor, k: int) -> Tensor:
 
 
 def successive_softmax(x: Tensor, k: int) -> Tensor:
-    """Return the sum of k softmaxes, each without the previous choices (Plötz and Roth, 2018)."""
+    """Return the sum of k softmaxes, each of which suppresses earlier choices (Plötz and Roth, 2018)."""
     chosen = torch.zeros_like(x)
     for _ in range(k):
         p = torch.softmax(x, -1)
@@ -84,7 +84,7 @@ class _Bisection(torch.autograd.Function):
 
 
 def bisection(x: Tensor, k: int, halvings: int = 64) -> Tensor:
-    """Compute lml by a typical handwritten bisection, on an interval that extends beyond the logits by 10."""
+    """Compute lml by a typical handwritten bisection on an interval that extends 10 beyond the logits."""
     answer: Tensor = _Bisection.apply(x, k, halvings)
     return answer
 
@@ -142,7 +142,7 @@ def midpoint_sigmoid(x: Tensor, k: int) -> Tensor:
 
 
 def sorting_network(x: Tensor, k: int) -> Tensor:
-    """Return the mask of a relaxed sorting network from the package difftopk, which supports only float32."""
+    """Return the top-k mask from the relaxed sorting network of difftopk, which supports only float32."""
     # On import, difftopk prints a message about an optional dependency.
     with contextlib.redirect_stdout(io.StringIO()):
         from difftopk import DiffTopkNet
@@ -171,7 +171,7 @@ def soft_index(x: Tensor, k: int) -> Tensor:
 @functools.cache
 def _program(n: int, k: int) -> Any:
     """Build a cvxpylayers layer that computes lml as a convex program."""
-    # Imported by name, because the type annotations of these packages do not match their documentation.
+    # Imported as `Any`, because the type annotations of these packages contradict their documentation.
     cvxpy: Any = importlib.import_module("cvxpy")
     layers: Any = importlib.import_module("cvxpylayers.torch")
     x, y = cvxpy.Parameter(n), cvxpy.Variable(n)
@@ -209,14 +209,14 @@ ALTERNATIVES = (
     Alternative(
         "torchsort", soft_ranks, _without("torchsort", " (`pip install --no-build-isolation torchsort`)")
     ),
-    # The default method compares all pairs of entries.
+    # The default method of softtorch compares all pairs of entries, which is too slow for long rows.
     Alternative("softtorch", soft_index, _without("softtorch", " (it needs Python 3.12)"), longest=1000),
     # A network for n entries has n layers and is rebuilt in every call.
     Alternative(
         "difftopk", sorting_network, _without("difftopk", needs="diffsort"), longest=100, float32_only=True
     ),
     Alternative("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
-    # Measuring its accuracy on a row of a million entries takes minutes.
+    # Measuring the accuracy of this method on a row of a million entries takes minutes.
     Alternative("paper-bracketing", _OURS["lml-bracketing"].function, longest=100_000),
     Alternative("lml-torch", _OURS["lml-torch"].function),
     Alternative("lml-native", _OURS["lml-native"].function, _OURS["lml-native"].absent),
@@ -308,7 +308,7 @@ def _ignores_minus_infinity(choose: Choice, x: Tensor, k: int) -> bool:
 
 
 def _maps(choose: Choice, x: Tensor, k: int) -> bool:
-    # Each element of the batch is a matrix, because some methods accept nothing else.
+    # Each element of the batch is a matrix, because some methods accept only matrices.
     batches = torch.stack([x, x.flip(0), 2 * x])
     mapped = torch.func.vmap(lambda one: choose(one, k))(batches)
     weights = _weights(x)

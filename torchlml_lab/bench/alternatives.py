@@ -66,7 +66,7 @@ def markdown(rows: Sequence[Measurement]) -> str:
         base = values[BASELINE, "forward", "time", n].p50
         logits = f"{batch} rows, scale {scale:g}" if scale else "one row of equal logits"
         said = f"n = {n}: {logits}, k = {k}, {dtype}, threads: {threads}; "
-        said += f"softmax forward takes {base:,.0f} µs"
+        said += f"the forward pass of softmax takes {base:,.0f} µs"
         heads = ("method", "forward", "forward + backward", "MiB", *EXACTNESS)
         parts += ["", said, "", *_table(heads, _measures(values, n))]
     return "\n".join(parts)
@@ -244,7 +244,7 @@ def main(settings: ComparisonSettings) -> None:
 
 
 def run(settings: ComparisonSettings, console: Console) -> None:
-    """Test the features of every method, measure it at every row length, and print the tables.
+    """Test each method's features, measure its accuracy and cost at each row length, and print tables.
 
     Args:
         settings: The settings. Invalid values raise `BadInput` before anything is measured.
@@ -265,7 +265,10 @@ def run(settings: ComparisonSettings, console: Console) -> None:
     plot = settings.plot or settings.csv.with_suffix(".png")
     check_picture(plot, "--plot")
     if missing := [why for method in ALTERNATIVES if (why := method.absent()) is not None]:
-        said = f'Not included: {", ".join(missing)}. Install with `pip install "torchlml[alternatives]"`.'
+        said = (
+            f"Some methods are not available: {', '.join(missing)}. To install missing packages, run "
+            '`pip install "torchlml[alternatives]"`.'
+        )
         console.print(said, soft_wrap=True, markup=False, highlight=False)
     file.announce(f"Comparing {len(methods)} methods on {len(cases)} row lengths", console)
     with ProgressBar(console) as progress, use_threads(settings.threads):
@@ -313,7 +316,7 @@ def _checked(settings: ComparisonSettings) -> list[Alternative]:
     check_timing(settings)
     for name in names:
         if (why := known[name].absent()) is not None:
-            raise BadInput(f"`--methods` names `{name}`, which cannot run here: {why}.")
+            raise BadInput(f"`--methods` names `{name}`, which is not available: {why}.")
     return [method for method in ALTERNATIVES if method.name in names]
 
 

@@ -80,7 +80,10 @@ def _k(text: str, n: int) -> int:
 
 @dataclass(frozen=True)
 class Provider:
-    """A differentiable function of the logits and k. `absent` returns None, or why it cannot run here."""
+    """A differentiable function of the logits and k.
+
+    `absent` returns the reason why the function is not available on this machine, or None if it is available.
+    """
 
     name: str
     function: Callable[[Tensor, int], Tensor]
@@ -125,7 +128,7 @@ LAYER = (
     Provider("lml-torch", lambda x, k: _PurePyTorch.apply(x, k)),
     Provider("lml-bracketing", lambda x, k: torch.sigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))),
     Provider("sigmoid", lambda x, k: torch.sigmoid(x)),
-    # A copy moves as few bytes as any forward pass can, so its time shows the memory bandwidth.
+    # No forward pass can move fewer bytes than a copy, so the time of a copy shows the memory bandwidth.
     Provider("copy", lambda x, k: x.clone()),
     Provider("topk", lambda x, k: torch.topk(x, k, dim=-1).values),
     Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),

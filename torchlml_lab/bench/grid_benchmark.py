@@ -125,7 +125,7 @@ def _checked(settings: GridBenchmarkSettings, competitors: Sequence[Provider]) -
     check_timing(settings)
     for name in named:
         if (why := known[name].absent()) is not None:
-            raise BadInput(f"`--providers` names `{name}`, which cannot run here: {why}.")
+            raise BadInput(f"`--providers` names `{name}`, which is not available: {why}.")
     if "memory" in settings.metrics and not measurable():
         raise BadInput("`--metrics` names `memory`, which requires Linux and the GNU C library.")
     return [known[name] for name in dict.fromkeys((BASELINE, *named))]
@@ -192,7 +192,7 @@ def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], widt
     same = "".join(f", {name} {value}" for name, value in fixed.items())
     shown: list[Table | str] = []
     for (metric, mode, unit), group in groups.items():
-        title = f"{mode}: {metric} relative to {BASELINE}, which is in {unit}{same}"
+        title = f"{mode}: {metric} relative to {BASELINE}, whose {metric} is in {unit}{same}"
         case_columns, ratios = _columns(group, unit, [name for name in _CASE if name not in fixed], earlier)
         parts = _fitting(case_columns, ratios, width)
         shown += [title, *(_table([*case_columns, *part]) for part in parts)]

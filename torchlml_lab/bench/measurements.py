@@ -157,7 +157,8 @@ class RowFile:
         """Return a message about rows that could not be written to the file, or None if all were written."""
         if not self._waiting or self._failure is None:
             return None
-        return f"`{self.path}` is missing the last {len(self._waiting)} rows: {reason(self._failure)}."
+        rows = "row" if len(self._waiting) == 1 else f"{len(self._waiting)} rows"
+        return f"`{self.path}` is missing the last {rows}: {reason(self._failure)}."
 
 
 def read(path: Path, option: str) -> list[Measurement]:
@@ -174,7 +175,7 @@ def read(path: Path, option: str) -> list[Measurement]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.DictReader(file)
             if rows.fieldnames != COLUMNS:
-                raise ValueError("its columns are not those of this benchmark")
+                raise ValueError("its columns are not those that benchmarks in this version write")
             return [_row(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         said = reason(error) if isinstance(error, OSError) else error
@@ -252,7 +253,7 @@ def finish(file: RowFile, plot: Path, draw: Callable[[], None] | None, console: 
 
 
 def three_digits(ratio: float) -> str:
-    """Format a ratio with about three digits."""
+    """Format a ratio with about three significant digits."""
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
 
 

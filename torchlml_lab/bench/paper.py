@@ -102,9 +102,10 @@ def run(settings: PaperSettings, console: Console) -> None:
             except KeyboardInterrupt as stop:
                 if isinstance(stop, Stopped):
                     file.add(_rows(stop.timings, device()))
+                complete = len(groups) - len(todo) + done
                 raise KeyboardInterrupt(
-                    f"Interrupted: {len(groups) - len(todo) + done} of {len(groups)} lengths are done and "
-                    f"{len(file.new)} rows are in {settings.csv}. Continue with `--resume`."
+                    f"Interrupted: {complete} of {len(groups)} row lengths are complete. "
+                    f"Rows added to {settings.csv}: {len(file.new)}. Continue with `--resume`."
                 ) from None
     rows = [row for part in kept for row in part] + file.new
     console.print(times(rows))
@@ -280,22 +281,26 @@ class Claim(NamedTuple):
 
 
 def claims(rows: Sequence[Measurement]) -> Table:
-    """Tabulate the paper's claims about the forward passes, the measured ratios, and whether they agree.
+    """Tabulate the paper's claims about the times of forward passes, and whether the measurements agree.
 
     Args:
         rows: The rows of one study. Times are compared by their ratios to a baseline in the same round.
 
     Returns:
-        A table of claims with their ranges of ratios over lengths and thread counts, and verdicts.
+        A table with a row for each claim: the claim, the range of measured ratios over row lengths and thread
+        counts, and the verdict.
     """
-    table = plain_table("the paper's claims about the forward passes", ("claim", "ratio of times", "holds"))
+    table = plain_table("the paper's claims about forward times", ("claim", "ratio of times", "holds"))
     for claim in claims_of(rows):
         table.add_row(claim.says, span(claim.ratios), verdict(claim))
     return table
 
 
 def claims_of(rows: Sequence[Measurement]) -> Iterator[Claim]:
-    """Yield the claims with their time ratios: largest to smallest k, or the method to truncated entropy."""
+    """Yield the paper's claims with the measured time ratios.
+
+    A ratio compares the largest k with the smallest k, or a method with truncated entropy.
+    """
     forward: dict[str, dict[Problem, float]] = {name: {} for name in NAMES}
     for row in rows:
         if row.mode == "forward":
@@ -334,7 +339,7 @@ def _growth(taken: Mapping[Problem, float]) -> list[float]:
 
 
 def span(ratios: Sequence[float]) -> str:
-    """Format the smallest and the largest ratio with two digits, or one value if both look the same."""
+    """Format the smallest and largest ratios with two digits, or one value if both are formatted the same."""
     ends = (f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in (min(ratios), max(ratios)))
     return " to ".join(dict.fromkeys(ends))
 

@@ -72,7 +72,7 @@ def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tupl
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
     target = torch.randint(labels, (batch,), generator=generator)
     # With this chunk size, torch's loss uses about as much memory as `linear_lml_loss`. With its default
-    # options, it takes twenty times as long.
+    # options, it takes twenty times as long as with this chunk size.
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=64) if hasattr(F, _TORCH) else None
     losses = (
         lambda: torchlml.linear_lml_loss(h, w, target, _K),
@@ -98,7 +98,7 @@ def times(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def memory(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Measure the memory that a step uses beyond the weight gradient, relative to the budget of 64 MiB."""
+    """Measure the memory that a step uses beyond the weight gradient, relative to a budget of 64 MiB."""
     for batch in (settings.batch // 4 or 1, settings.batch, 4 * settings.batch):
         calls = steps(batch, settings.labels, settings.features)
         # For the largest batch, two copies of all logits would exceed the memory of many machines.
@@ -110,7 +110,7 @@ def memory(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def peak(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Measure the peak memory of a new process that runs one step, relative to the budget of 3 GiB."""
+    """Measure the peak memory of a new process that runs one step, relative to a budget of 3 GiB."""
     case = Case(settings.most_labels, _K, 512, 1.0, "float32", settings.threads)
     arguments = [str(number) for number in (case.batch, case.n, settings.features, case.threads)]
     command = [sys.executable, "-m", "torchlml_lab.bench.scale", "step", *arguments]
@@ -130,7 +130,7 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Count `lml`'s communication rounds between two processes for each scale. Softmax needs two."""
+    """Count `lml`'s communication rounds between two processes for each logit scale. Softmax needs two."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "torchlml_lab.bench.scale", "rounds"]
         command = [*worker, folder, str(settings.labels)]
@@ -155,7 +155,7 @@ def _number(
 
 
 def take_step(arguments: Sequence[str]) -> None:
-    """Run one training step. The arguments are the number of rows, labels, features and threads."""
+    """Run one training step. The arguments are the numbers of rows, labels, features and threads."""
     import resource  # not available on Windows
 
     rows, labels, features, threads = map(int, arguments)
@@ -214,7 +214,7 @@ class TrainingRecord:
 TRAINING = StudyTable(TrainingRecord, lambda row: (-row.threads, row.processes, row.samples, row.labels))
 _PER_SAMPLE = 3  # labels per sample; more are used if necessary for every label to occur
 _MOST_PER_SAMPLE = 10
-_TOGETHER = (100_000, 10_000)  # the most samples and labels for the runs with one thread per process
+_TOGETHER = (100_000, 10_000)  # maximum samples and labels in the runs with one thread per process
 
 
 def training(settings: TrainingSettings) -> None:

@@ -79,7 +79,7 @@ class GridBenchmarkSettings(TimingSettings):
     threads: tuple[int, ...] = (1,)
     """Numbers of torch threads."""
     providers: tuple[str, ...] = ()
-    """Functions to compare; by default, all that can run here. The baseline softmax is always included."""
+    """Functions to compare; by default, all that are available. The baseline softmax is always included."""
     modes: tuple[str, ...] = MODES
     """Passes to measure: forward without a graph, only backward, or forward+backward with autograd."""
     metrics: tuple[str, ...] = field(default_factory=_metrics)
@@ -107,8 +107,8 @@ QUICK: dict[str, Any] = {
 class LayerSettings(GridBenchmarkSettings):
     """Time lml, topk, sort, sigmoid and a copy relative to softmax.
 
-    The two calls of a ratio run within milliseconds of each other, so ratios are reliable even on a noisy
-    machine.
+    The two calls whose times form a ratio run within milliseconds of each other, so ratios are reliable even
+    on a noisy machine.
     """
 
 
@@ -132,7 +132,7 @@ class LossesSettings(TimingSettings):
 class ShortRowsSettings(TimingSettings):
     """Time lml and its loss on many short rows, relative to softmax and cross-entropy.
 
-    For a mask and for a per-row k, the baseline is lml without it.
+    For lml with a mask or with one k per row, the baseline is lml without a mask and with a single k.
 
     Set `TORCHLML_KERNEL=torch` to time pure PyTorch, or `TORCHLML_ISA=v3` to time the AVX2 kernel.
     """
@@ -198,7 +198,7 @@ class PaperSettings:
     resume: bool = False
     """Skip row lengths that the CSV already contains for this machine and these versions."""
     quick: bool = False
-    """Use 5 trials on rows of 1000, which takes about a minute; other options still apply."""
+    """Use 5 trials on rows of length 1000, which takes about a minute; other options still apply."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class ComparisonSettings(TimingSettings):
 
     csv: Path = Path("torchlml-alternatives.csv")
     methods: tuple[str, ...] = ()
-    """Methods to compare; by default, all that can run here. Some of them run only on short rows."""
+    """Methods to compare; by default, all that are available. Some of them run only on short rows."""
     sizes: tuple[int, ...] = (32, 1000, 10_000)
     """Row lengths n to measure."""
     k: int = 5
@@ -235,7 +235,7 @@ QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "equal": 0, "
 
 @dataclass(frozen=True)
 class ScaleSettings(TimingSettings):
-    """Measure time and memory with many labels, the time of a long row, and communication rounds."""
+    """Measure time and memory with many labels, the time for a long row, and communication rounds."""
 
     repetitions: int = 10
     seconds: float = 120.0

@@ -263,7 +263,8 @@ def _bandwidth(rows: Sequence[Measurement]) -> str:
             reached = [f"{100 * found[threads][name][n]:.0f}%" for name in (BASELINE, LML)]
             lines.append((f"{threads}", _shape(batch, n), f"{speed:.1f}", *reached))
     heads = ("threads", "rows × n", "copy (GB/s)", "softmax", "lml")
-    return markdown_table("Share of a copy's bandwidth, forward, float32", heads, lines) if lines else ""
+    title = "Forward pass in float32: bandwidth as a percentage of the bandwidth of a memory copy"
+    return markdown_table(title, heads, lines) if lines else ""
 
 
 def _losses(rows: Sequence[Measurement]) -> str:
@@ -286,7 +287,9 @@ def _losses(rows: Sequence[Measurement]) -> str:
         met = "yes" if limit and max(row.ratio_p50 for row in by_threads.values()) <= limit else "no"
         goal = (f"{limit:g}", met) if limit else ("", "")
         lines.append((name, _shape(batch, n), f"{k}", *cells, *goal))
-    title = "Losses, forward + backward: time, and its ratio to the first loss of the same problem"
+    title = (
+        "Losses, forward + backward: time, and its ratio to the time of the first loss for the same problem"
+    )
     return markdown_table(title, (*heads, "target", "met"), lines) if lines else ""
 
 

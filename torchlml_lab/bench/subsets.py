@@ -82,7 +82,7 @@ METHODS = (
 
 
 def gumbel_top_k(x: Tensor, k: int) -> Tensor:
-    """Draw k entries without replacement (Plackett–Luce): those with the largest logit plus Gumbel noise."""
+    """Draw k entries without replacement (Plackett–Luce) as the top k of the logits plus Gumbel noise."""
     noise = -torch.empty_like(x).exponential_().log()
     return torch.zeros_like(x).scatter(-1, (x + noise).topk(k).indices, 1.0)
 

@@ -155,7 +155,7 @@ def short_rows(settings: ShortRowsSettings) -> None:
                 ) from None
             progress.advance(task)
     for dtype, number in dict.fromkeys((dtype, number) for dtype, number, _ in shown):
-        title = f"{dtype}, {number} thread{'s' if number > 1 else ''}: time ratios, medians over the rounds"
+        title = f"{dtype}, {number} thread{'s' if number > 1 else ''}: median time ratios over the rounds"
         table = plain_table(title, heads)
         for line in (line for *of, line in shown if tuple(of) == (dtype, number)):
             table.add_row(*line)
@@ -215,7 +215,7 @@ def balanced(settings: BalancedSettings) -> None:
     jobs = [(shape, skew) for shape in _SHAPES for skew in settings.skews]
     file.announce(f"Timing {len(jobs)} matrices, about {settings.seconds:g} s each", console)
     heads = ("balanced_lml", "tokens", "experts", "k", "skew", "ms", "ratio", "target", "met")
-    table = plain_table(f"{settings.dtype}: time per call, and its ratio to lml", heads)
+    table = plain_table(f"{settings.dtype}: time per call, and its ratio to the time of lml", heads)
     # Allocate and free one large block. Until a process has done so, glibc returns every freed megabyte to
     # the system, and page faults would dominate these times. Training processes allocate large blocks early.
     torch.empty(7 * 2**20)
@@ -285,7 +285,7 @@ class Comparison:
     calls: dict[str, Callable[[], Tensor]]
 
 
-# Each function builds a comparison for a given number of threads. It is called when it is needed.
+# Each function builds a comparison for a given number of threads. It is called just before the timing.
 COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
     lambda threads: _single_label(1000, 5, threads),
     lambda threads: _single_label(1000, 100, threads),
@@ -304,7 +304,8 @@ def losses(settings: LossesSettings) -> None:
     jobs = [(number, make) for number in dict.fromkeys(settings.threads) for make in COMPARISONS]
     file.announce(f"Running {len(jobs)} comparisons of about {settings.seconds:g} s each", console)
     heads = ("loss", "batch", "n", "k", "threads", "ms", "ratio")
-    table = plain_table(f"{_BOTH}: time per call, and its ratio to the first loss of the problem", heads)
+    title = f"{_BOTH}: time per call, and its ratio to the time of the first loss for the same problem"
+    table = plain_table(title, heads)
     with ProgressBar(console) as progress:
         task = progress.add_task("losses", total=len(jobs))
         for done, (number, make) in enumerate(jobs):
@@ -356,7 +357,7 @@ def _single_label(n: int, k: int, threads: int) -> Comparison:
 
 
 def _ragged(threads: int) -> Comparison:
-    """Compare a ragged batch (six images, 100 to 380 edges, 50 predicates per edge) with a dense batch."""
+    """Compare a ragged batch (six images with 100 to 380 edges, 50 predicates per edge) with a dense one."""
     lengths = 50 * torch.tensor([100, 150, 210, 260, 340, 380])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     size = int(offsets[-1])

@@ -38,13 +38,13 @@ def by_noise(settings: NoiseFigureSettings) -> None:
     path, rows = read_sweep(settings.csv, BY_NOISE, "cifar100", sweep.TABLE)
     check_not_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
-        raise BadInput(f"`--csv` names `{path}`, which mixes networks or values of k.")
+        raise BadInput(f"`--csv` names `{path}`, which contains results for several networks or values of k.")
     draw_by_noise(rows, settings.out, [path])
     say_where(settings.out)
 
 
 def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw each accuracy minus that of cross-entropy (or the first loss), with panels for top-1 and top-k.
+    """Draw accuracies minus those of cross-entropy (or the first known loss) in panels for top-1 and top-k.
 
     Args:
         rows: The runs, with one recipe per loss. If they include the last epoch, two more panels show its

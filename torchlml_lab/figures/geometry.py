@@ -48,13 +48,13 @@ def polytopes(settings: PolytopesSettings) -> None:
 
 
 def vertices(n: int, k: int) -> Tensor:
-    """Return the vertices of L(n, k), (C(n, k), n): the points with k ones and n - k zeros."""
+    """Return the vertices (C(n, k), n) of L(n, k), which are the points with k ones and n - k zeros."""
     points = [point for point in product((1.0, 0.0), repeat=n) if sum(point) == k]
     return torch.tensor(points, dtype=torch.float64)
 
 
 def in_space(p: Tensor) -> Tensor:
-    """Map points of L(4, 2), (..., 4), isometrically to three coordinates."""
+    """Map points (..., 4) of L(4, 2) isometrically to points (..., 3) in three dimensions."""
     return p @ _DIRECTIONS.T
 
 
@@ -191,7 +191,7 @@ def points(surface: Surface) -> tuple[Tensor, Tensor]:
 
 
 def draw_entropies(picture: Path) -> None:
-    """Draw four maps of an entropy as a fraction of its maximum, with contour lines."""
+    """Draw four entropies as heat maps with contour lines, each as a fraction of its maximum."""
     with new_figure(picture, PAGE, 2.25) as figure:
         panels = figure.subplots(1, 4)
         filled = [_draw_surface(axes, surface) for axes, surface in zip(panels, SURFACES, strict=True)]

@@ -43,7 +43,7 @@ _HEADS = {
     "fitted_f1": "recalibrated F1 of p > 0.5",
     "threshold_f1": "recalibrated F1, fitted threshold",
 }
-_FAR = -10.0  # points of mAP; the left end of the figure
+_FAR = -10.0  # the lowest possible left limit of the mAP axis, in points
 _LOW = ("brier", "ece", "fitted_brier", "fitted_ece")  # lower is better
 _NETWORKS = {"linear": "linear head", "hidden": "one hidden layer"}
 _DATASET_LOOKS = dict(
@@ -77,7 +77,7 @@ def cells_of(rows: Sequence[ResultRecord], head: str) -> Cells:
 
 
 def best_competitor(groups: Cells, dataset: str, measure: str) -> str | None:
-    """Return the alternative to LML, not trained on all labels, with the best mean over the seeds."""
+    """Return the competitor (see `Method.competitor`) with the best mean over the seeds, or None."""
     sign = -1 if measure in _LOW else 1
     means = {
         method: sign * mean(getattr(row, measure) for row in found.values())
@@ -185,7 +185,7 @@ def page_of(rows: Sequence[ResultRecord]) -> str:
         parts.append(markdown_table("Chosen configurations:", ("learning rate, weight", *datasets), lines))
     published = [row for row in rows if row.draw == "published"]
     if published:
-        parts.append("## Published draw of VOC 2012")
+        parts.append("## VOC 2012 with the published observed labels")
         for head in study.HEADS:
             lines = [
                 (
@@ -195,13 +195,13 @@ def page_of(rows: Sequence[ResultRecord]) -> str:
                 for row in published
                 if row.head == head
             ]
-            said = f"{_NETWORKS[head].capitalize()}, × 100:"
+            said = f"Values × 100 ({_NETWORKS[head]}):"
             parts += [markdown_table(said, (head, *_HEADS.values()), lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 
 def _measure_lines(groups: Cells, datasets: Sequence[str], measure: str) -> list[tuple[str, ...]]:
-    """Format a row for each method, with the best method that does not use all labels in bold."""
+    """Format a row for each method. The best method among those that do not use all labels is in bold."""
     best = {}
     for dataset in datasets:
         means = {

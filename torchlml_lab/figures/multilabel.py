@@ -69,7 +69,7 @@ def main(settings: MultilabelFigureSettings) -> None:
 
 
 def grouped(rows: Sequence[LabelRecord]) -> dict[str, dict[str, dict[str, Group]]]:
-    """Group the runs by data, kept labels and loss."""
+    """Group the runs by data set, share of labels kept and loss."""
     groups: dict[str, dict[str, dict[str, Group]]] = {}
     for row in rows:
         by_loss = groups.setdefault(row.data, {}).setdefault(row.keep, defaultdict(dict))
@@ -78,15 +78,15 @@ def grouped(rows: Sequence[LabelRecord]) -> dict[str, dict[str, dict[str, Group]
 
 
 def difference(one: Group, other: Group, measure: str) -> list[float]:
-    """Return the difference between two losses in a metric, for each seed of both losses."""
+    """Return the difference between two losses in a metric, for each seed that both losses have."""
     return [getattr(one[seed], measure) - getattr(other[seed], measure) for seed in sorted({*one} & {*other})]
 
 
 def draw(rows: Sequence[LabelRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw a panel for each data set, with standard deviations of the differences over the seeds.
+    """Draw each loss's nDCG@5 minus that of softmax, with a panel for each data set.
 
-    Losses far below the others are not drawn, so that the rest stays readable. Their names and ranges are
-    written below the panels.
+    Losses far below the others are not drawn, so that the other lines remain readable. Their names and ranges
+    are written in the panels.
 
     Args:
         rows: The runs, with one learning rate per loss.
@@ -152,7 +152,7 @@ def _draw_panel(axes: Axes, points: Points, lowest: float) -> list[tuple[float, 
 
 
 def page_of(rows: Sequence[LabelRecord]) -> str:
-    """Format the Markdown tables: all metrics with all labels, three with fewer labels, and differences."""
+    """Format Markdown tables: all metrics with all labels, three metrics by labels kept, and differences."""
     parts = []
     for data, by_keep in grouped(rows).items():
         keeps = [keep for keep in _KEEPS if keep in by_keep]
@@ -185,7 +185,7 @@ def _difference(one: Group, other: Group) -> str:
 
 def _table(title: str, heads: Sequence[str], cells: dict[str, list[str]]) -> str:
     lines = [(name, *row) for name, row in cells.items()]
-    return markdown_table(f"{title}: in %, mean±standard deviation over the seeds", ("", *heads), lines)
+    return markdown_table(f"{title} (in %, mean ± standard deviation over the seeds)", ("", *heads), lines)
 
 
 # The CSV file of the user's own sweep and, if it does not exist, those of the study.
@@ -281,7 +281,7 @@ def _seeds_in_words(rows: Sequence[RankingRecord]) -> str:
 
 
 def by_method(rows: Sequence[RankingRecord]) -> dict[Method, list[RankingRecord]]:
-    """Group the runs by model, layers and loss, in increasing order of Recall@20 within a model."""
+    """Group the runs by model, number of layers and loss, and sort each model's losses by Recall@20."""
     groups: dict[Method, list[RankingRecord]] = defaultdict(list)
     for row in rows:
         groups[Method(row.model, row.layers, row.loss)].append(row)
@@ -293,7 +293,7 @@ def by_method(rows: Sequence[RankingRecord]) -> dict[Method, list[RankingRecord]
 
 
 def ranking_table(rows: Sequence[RankingRecord], published: dict[str, tuple[float, float]]) -> str:
-    """Format the table in Markdown."""
+    """Format the published results and our results as a Markdown table."""
     heads = ["model", "layers", "loss", "learning rate", "temperature or dropout", "seeds", "best epoch"]
     heads += ["Recall@5", "Recall@20", "Recall@100", "nDCG@20"]
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]

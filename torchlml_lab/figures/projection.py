@@ -162,7 +162,7 @@ def proven_bracket(x: Tensor, k: int) -> tuple[float, float]:
 
 
 def draw_root_finding(picture: Path) -> None:
-    """Draw the equation for nu with two search intervals, its terms, and ties beyond the paper's interval."""
+    """Draw three panels: the equation for nu with two search intervals, its terms, and equal logits."""
     x = torch.tensor(ROOT_FINDING_ROW, dtype=torch.float64)
     with new_figure(picture, PAGE, 2.5) as figure:
         total, parts, ties = figure.subplots(1, 3)
@@ -217,7 +217,7 @@ def _draw_parts(axes: Axes, x: Tensor) -> None:
 
 
 def _draw_ties(axes: Axes) -> None:
-    """Draw equal logits with k = n - 1: nu = log(n - 1) is outside the paper's interval from n = 1098."""
+    """Draw nu = log(n - 1) for equal logits and k = n - 1. The paper's interval excludes it if n >= 1098."""
     sizes = torch.tensor([3 ** (i / 4) for i in range(3, 51)], dtype=torch.float64).round()
     axes.fill_between(sizes, -PAPERS_OFFSET, PAPERS_OFFSET, color=ORANGE, alpha=0.15, linewidth=0)
     axes.text(3, -5.8, "paper's interval", color=ORANGE, fontsize=7)
@@ -291,7 +291,7 @@ FRAMES_PER_SECOND = 15
 
 
 def sliding_sigmoid(settings: SlidingSigmoidSettings) -> None:
-    """Write the animation."""
+    """Write the animation, and print its path."""
     if settings.out.suffix != ".gif":
         raise BadInput(f"`--out` must end in `.gif`, but it is `{settings.out}`.")
     check_file("--out", settings.out)

@@ -112,7 +112,7 @@ def _by_epoch(rows: Sequence[RecallRecord], method: str, split: str, measure: st
 
 
 def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
-    """Format Markdown tables like those in the paper, with validation and test results of the best epochs."""
+    """Format Markdown tables like those in the paper, with validation and test results at the best epochs."""
     parts = []
     heads = ["method", "seeds", *(f"{title} R@{k}" for _, title in _MODES for k in KS)]
     for split in ("validation", "test"):
@@ -138,7 +138,7 @@ def _place(method: str) -> tuple[int, str, int]:
 
 
 BY_BIAS = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
-# The variants of a sweep over `--biases`. The first bias has the most information about the training images.
+# The variants of a sweep over `--biases`, in decreasing order of information about the training images.
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 
@@ -153,7 +153,7 @@ def by_bias(settings: BiasFigureSettings) -> None:
 
 
 def cells(rows: Sequence[RecallRecord], split: str) -> dict[tuple[str, str], list[RecallRecord]]:
-    """Group the best epochs of the runs by method and variant, with methods in alphabetical order."""
+    """Group the best epochs by method and variant: the frequency baseline first, then methods by name."""
     found: dict[tuple[str, str], list[RecallRecord]] = defaultdict(list)
     for row in rows:
         if row.split == split and row.chosen and row.variant in BIASES:
@@ -165,7 +165,7 @@ def cells(rows: Sequence[RecallRecord], split: str) -> dict[tuple[str, str], lis
 
 
 def draw_by_bias(rows: Sequence[RecallRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw a panel for each recall on the test images, with standard deviations over the seeds.
+    """Draw a panel for each recall metric on the test images, with standard deviations over the seeds.
 
     Args:
         rows: The evaluations, with one set of hyperparameters per method and bias.
@@ -221,7 +221,7 @@ def _draw_bias_panel(
 
 
 def page_by_bias(rows: Sequence[RecallRecord]) -> str:
-    """Format Markdown tables with the validation and test recalls of the best epochs, and learning rates."""
+    """Format Markdown tables of learning rates and of validation and test recalls at the best epochs."""
     parts = []
     heads = ["method", "bias", "learning rate", "seeds", "mean of the six recalls"]
     heads += [f"{mode} R@{k}" for mode in MODES for k in KS]

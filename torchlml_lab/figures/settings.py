@@ -78,12 +78,12 @@ class BenchmarksFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/benchmarks.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml bench layer`, `losses` and `short`; by default, your own or in results/."""
+    """CSV files from `torchlml bench layer`, `losses` and `short`; by default, yours or those in results/."""
 
 
 @dataclass(frozen=True)
 class BandwidthFigureSettings(CsvFigureSettings):
-    """Draw the speed of softmax and lml as a fraction of the bandwidth of a copy of the same data."""
+    """Draw the speed of softmax and lml relative to the speed of copying the same data."""
 
     out: Path = Path("torchlml-figures/bandwidth.png")
 
@@ -122,7 +122,7 @@ class MultilabelFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/multilabel.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml sweep multilabel`; by default, in runs/multilabel-sweep or results/."""
+    """CSV files from `torchlml sweep multilabel`; by default, those in runs/multilabel-sweep or results/."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class RecommendFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/recommend.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml sweep recommend`; by default, in runs/recommend-sweep or results/."""
+    """CSV files from `torchlml sweep recommend`; by default, those in runs/recommend-sweep or results/."""
     published: bool = False
     """Also show published results on Gowalla with LightGCN's split; use only for sweeps on these data."""
 

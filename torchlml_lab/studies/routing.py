@@ -247,7 +247,7 @@ def _look(router: str) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
-    """Draw the validation loss minus that of the first router, and the largest loads, averaged over seeds.
+    """Draw means over seeds: validation loss minus that of the first router, and loads of the busiest expert.
 
     Args:
         rows: The measurements.
@@ -287,7 +287,7 @@ def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
 
 
 def lines(rows: Sequence[RoutingRecord]) -> Iterable[tuple[str, ...]]:
-    """Yield a line for each router: the final loss, the loads in the second half, and the time per step."""
+    """Yield a line for each router: final loss, loads in the second half of training, and time per step."""
     for router in ROUTERS:
         own = [row for row in rows if row.router == router]
         if not own:
@@ -311,9 +311,9 @@ def write_page(rows: Sequence[RoutingRecord], page: Path) -> None:
     """Write the table as Markdown."""
     title = (
         "The table shows the final validation loss in nats per character, mean ± standard deviation over "
-        "seeds. All loads are loads of the busiest expert in the second half of training; 1 is a fair share. "
-        '"Load" is the mean over steps, "largest load" is the maximum over steps, and "validation load" is '
-        "the mean on held-out text at inference."
+        "seeds. Loads are those of the busiest expert, measured during the second half of training; 1 is a "
+        'fair share. "Load" is the mean over steps, "largest load" is the maximum over steps, and '
+        '"validation load" is the mean over validation passes, in which the router runs in inference mode.'
     )
     with replacing(page) as temporary:
         temporary.write_text(markdown_table(title, HEADS, lines(rows)) + "\n", encoding="utf-8")
@@ -326,7 +326,7 @@ TABLE = StudyTable(RoutingRecord, lambda row: (list(ROUTERS).index(row.router), 
 
 
 def main(settings: RoutingSettings) -> None:
-    """Train the missing runs, print and write the table, and draw the figure."""
+    """Execute the missing runs, print and write the table, and draw the figure."""
     for name, least in (("seeds", 1), ("steps", INTERVALS)):
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
@@ -338,7 +338,7 @@ def main(settings: RoutingSettings) -> None:
     check_picture(settings.out)
     console = new_console()
     rows = train_all(settings, console)
-    table = plain_table("Means over seeds; a load of 1 is a fair share", HEADS)
+    table = plain_table("Means over seeds (maximum for the largest load); a load of 1 is a fair share", HEADS)
     for line in lines(rows):
         table.add_row(*line)
     console.print(table)
@@ -348,7 +348,7 @@ def main(settings: RoutingSettings) -> None:
 
 
 def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord]:
-    """Train the missing runs, and return the records of all runs. The CSV is rewritten after each run."""
+    """Execute the missing runs, and return the records of all runs. Each run updates the CSV."""
     rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
     if any((row.steps, row.learning_rate) != (settings.steps, settings.learning_rate) for row in rows):
         raise BadInput(f"`--csv` names `{settings.csv}`, which contains runs with different settings.")
@@ -370,7 +370,7 @@ def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord
 
 
 def train(name: str, seed: int, settings: RoutingSettings) -> list[RoutingRecord]:
-    """Train one model."""
+    """Train one model, and return its records."""
     learn, validate, characters = text()
     torch.manual_seed(seed)  # the same seed gives every router the same initial weights and batches
     model, generator = Model(name, characters), torch.Generator().manual_seed(seed)

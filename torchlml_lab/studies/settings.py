@@ -9,7 +9,7 @@ class DigitSettings:
     """The settings shared by both studies on images of digits."""
 
     images: int = 5000
-    """The number of training images, at least 100. The 2000 test images use other handwriting samples."""
+    """The number of training images, at least 100. The 2000 test images show other handwritten digits."""
     epochs: int = 30
     """The number of epochs, at least 1."""
 
@@ -30,7 +30,7 @@ class DemoSettings(DigitSettings):
 
 @dataclass(frozen=True)
 class WhichKSettings(DigitSettings):
-    """Measure the effect of a wrong k on LML, on images with 3 digits and with 1 to 5 digits."""
+    """Measure how a wrong k affects LML on images with 3 digits and on images with 1 to 5 digits."""
 
     seeds: int = 4
     """The number of repetitions with different images and weights, at least 1."""
@@ -56,7 +56,7 @@ class RoutingSettings:
 
 @dataclass(frozen=True)
 class MissingLabelsSettings:
-    """Train 17 methods on data with one observed label per sample, each tuned with the same budget.
+    """Train 17 methods on data with one observed label per sample, each tuned with the same procedure.
 
     Results are saved in `tuning.csv` and `results.csv` as they are completed. After an interruption, repeat
     the command to continue.

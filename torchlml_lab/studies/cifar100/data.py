@@ -37,7 +37,7 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-# Old files refer to the functions that rebuild arrays by the module numpy.core, new files by numpy._core.
+# The functions that rebuild arrays belong to numpy.core in old files and to numpy._core in new files.
 _ALLOWED = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_reconstructor() for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar_reconstructor() for core in ("core", "_core")},
@@ -241,7 +241,7 @@ def with_noise(part: Part, probability: float, seed: int) -> Part:
     coarse_of[part.fine] = part.coarse
     if (coarse_of[part.fine] != part.coarse).any():
         fine = int(part.fine[coarse_of[part.fine] != part.coarse][0])
-        raise BadInput(f"The labels are damaged: the fine label {fine} occurs with several coarse labels.")
+        raise BadInput(f"The labels are inconsistent: fine label {fine} occurs with several coarse labels.")
     generator = torch.Generator().manual_seed(seed)
     resampled = torch.rand(len(part), generator=generator) < probability
     siblings = (coarse_of.unsqueeze(0) == part.coarse.unsqueeze(1)).float()

@@ -44,7 +44,7 @@ class Cifar100Settings(TrainSettings):
     loss: Loss = "lml"
     """The loss function; bce treats every label except the observed one as absent."""
     k: int = 5
-    """The number of guesses, from 1 to 99: the k of the losses and of the top-k accuracy."""
+    """The number of guesses k for the losses and for the top-k accuracy, from 1 to 99."""
     noise: float = 0.0
     """The probability that a training label is resampled within its coarse class."""
     temperature: float = 1.0
@@ -110,14 +110,14 @@ class LossTimesSettings(StepTimeSettings):
 
 
 def read_train(arguments: Sequence[str]) -> Cifar100Settings:
-    """Parse the options of `torchlml train cifar100`; frozen features have their own defaults."""
+    """Parse the options of `torchlml train cifar100`; the defaults for frozen features are different."""
     given = any(word == "--features" or word.startswith("--features=") for word in arguments)
     default = FEATURES if given else Cifar100Settings()
     return read_settings(Cifar100Settings, "train cifar100", arguments, default)
 
 
 def read_sweep(arguments: Sequence[str]) -> SweepSettings:
-    """Parse the options of `torchlml sweep cifar100`; frozen features have their own defaults."""
+    """Parse the options of `torchlml sweep cifar100`; the defaults for frozen features are different."""
     given = any(word.startswith("--run.features") for word in arguments)
     default = SweepSettings(run=FEATURES) if given else SweepSettings()
     return parse_settings(SweepSettings, "sweep cifar100", arguments, default)

@@ -22,10 +22,10 @@ from torchlml_lab.studies.cifar100.task import check, model_name, read, task
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """A run's settings, and its accuracies at the epoch with the best validation accuracy unless noted."""
+    """A run's settings, and its accuracies, by default at the epoch with the best validation accuracy."""
 
     source: str
-    """`features`, or the network for images."""
+    """`features` or `wide-head` for frozen features, or the network for images."""
     loss: str
     noise: float
     seed: int

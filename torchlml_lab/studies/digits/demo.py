@@ -124,9 +124,9 @@ def _setting(settings: DemoSettings) -> str:
         f"Each image shows {settings.k} different handwritten digits side by side, and one of them is the "
         f"observed label. The same small network is trained with each loss on {settings.images} images for "
         f"{settings.epochs} epochs, with the same initial weights and batches. It is tested on 2000 images "
-        f"in different handwriting, with {settings.seeds} seeds. In the uniform condition, each digit in an "
-        f"image is equally likely to be observed. In the skewed condition, a 0 is {SKEW:g} times as likely "
-        "to be observed as a 9."
+        f"of other handwritten digits, with {settings.seeds} seeds. In the uniform condition, each digit in "
+        f"an image is equally likely to be observed. In the skewed condition, a 0 is {SKEW:g} times as "
+        "likely to be observed as a 9."
     )
 
 

@@ -31,7 +31,7 @@ SKEW = 16.0
 
 @dataclass(frozen=True)
 class Images:
-    """N images of up to k digits: pixels (N, 8, 8 k), present (N, 10) bool, observed digit (N,) int64."""
+    """N images of up to k digits: pixels (N, 8, 8 * k), present (N, 10) bool, observed digit (N,) int64."""
 
     pixels: Tensor
     present: Tensor

@@ -47,14 +47,14 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
         f"{collapsed:.1f} of 10 digits, although an image shows {k}. Its recall of the unobserved digits is "
         f"{average('sigmoid likelihood', 'hidden_recall'):.2f}; that of a random ranking is {k / 10:.2f}.",
         f"Predicted sets (p > 0.5): LML predicts exactly the digits in the image for "
-        f"{average('LML', 'exact'):.0%} of the images, and cross-entropy for "
+        f"{average('LML', 'exact'):.0%} of the images, and cross-entropy does so for "
         f"{average('cross-entropy', 'exact'):.0%}. The mean size of the set is {lml:.2f} for LML and "
         f"{softmax:.2f} for cross-entropy; the correct size is {k}.",
         f"Calibration: {_calibration(results, condition)}",
         f"Softmax scaled by k: if k is known, the softmax can also be multiplied by k. The result predicts "
-        f"{average(SCALED, 'exact'):.0%} of the sets exactly, and LML {average('LML', 'exact'):.0%} "
+        f"{average(SCALED, 'exact'):.0%} of the sets exactly, and LML predicts {average('LML', 'exact'):.0%} "
         f"({_verdict(results, condition, 'exact', 'LML', SCALED)}). Its calibration error is "
-        f"{average(SCALED, 'calibration_error'):.3f}, and that of LML "
+        f"{average(SCALED, 'calibration_error'):.3f}, and that of LML is "
         f"{average('LML', 'calibration_error'):.3f} "
         f"({_verdict(results, condition, 'calibration_error', 'LML', SCALED)}).",
     ]
@@ -92,7 +92,7 @@ def _verdict(results: Results, condition: str, measure: str, first: str, second:
 
 
 def _collapse(count: float) -> str:
-    return "collapses, as the paper predicts" if count > 9.5 else "does not collapse here"
+    return "collapses, as the paper predicts" if count > 9.5 else "does not collapse in this condition"
 
 
 def _calibration(results: Results, condition: str) -> str:
@@ -103,7 +103,7 @@ def _calibration(results: Results, condition: str) -> str:
     best, second = order[0], order[1]
     verdict = _verdict(results, condition, "calibration_error", best, second)
     return (
-        f"among the five losses, {best} has the smallest error. Compared with the second smallest, {second}, "
+        f"among the five losses, {best} has the smallest error. Compared with the second-best, {second}, "
         f"{verdict}. Errors: {ranked}."
     )
 
@@ -259,14 +259,14 @@ def write(
         meanings: A description of each method, by name.
         plots: The PNG files to embed.
         examples: A few test images of the uniform condition.
-        answers: The probabilities (images, 10) of each method for these images.
+        answers: The probabilities (images, 10) that each method predicts for these images.
     """
     parts = [
         "<h1>Learning k labels from one label per image</h1>",
         f"<p>{html.escape(setting)}</p>",
-        "<h2>Test images</h2><p>The probability p that each method gives to each digit, from the networks of "
-        "the first seed in the uniform condition. Orange frames mark the digits in the image. A darker "
-        "cell means a larger p.</p>",
+        "<h2>Test images</h2><p>The tables show the probability p that each method assigns to each digit. "
+        "The networks were trained with the first seed in the uniform condition. Orange frames mark the "
+        "digits in the image. A darker cell means a larger p.</p>",
     ]
     parts += [_example(examples, answers, i) for i in range(len(examples.named))]
     parts.append("<h2>Plots</h2>")

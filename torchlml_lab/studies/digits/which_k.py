@@ -25,7 +25,7 @@ SOFTMAX, BCE = "cross-entropy", "bce"
 FIXED, VARYING = "3 digits", "1 to 5 digits"
 ONE, ALL = "one", "all"
 SITUATIONS = ((FIXED, ONE), (VARYING, ONE), (VARYING, ALL))
-# If all images show the same number of digits, a per-row k would be the same for all rows.
+# The methods with a per-row k are not used on images with 3 digits, because all rows have the same k there.
 PLAN = tuple(
     (digits, named, method)
     for digits, named in SITUATIONS
@@ -41,7 +41,7 @@ class WhichKRecord:
     digits: str
     """The number of digits in an image."""
     named: str
-    """The number of observed digits per training image: `one` or `all`."""
+    """The observed digits in each training image: `one` or `all`."""
     method: str
     k: int
     """The k shared by all rows, or 0 for methods without a shared k."""
@@ -122,7 +122,7 @@ def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[
 
 
 def _observed(shown: Images, named: str) -> Tensor:
-    """Return the observed digits (N, 10) of the training images."""
+    """Return a mask (N, 10) of the observed digits in the training images."""
     if named == ALL:
         return shown.present
     return torch.zeros_like(shown.present).scatter(1, shown.named.unsqueeze(1), True)

@@ -60,7 +60,7 @@ class Split:
 
     @property
     def k(self) -> float:
-        """The mean number of labels of the validation samples."""
+        """The mean number of labels per validation sample."""
         return float(self.validation_labels.sum(-1).double().mean())
 
 
@@ -112,13 +112,19 @@ def _read_npz(name: str, path: Path) -> Dataset:
         count = int(found["n_train"])
         train = np.arange(len(x)) < count if count else None
     if train is not None and train.shape != (len(x),):
-        raise BadInput(f"`{path}` must have one value of `train` per sample, but its shape is {train.shape}.")
+        raise BadInput(
+            f"`{path}` must have one value in `train` for each of its {len(x)} samples, but `train` has "
+            f"shape {train.shape}."
+        )
     if name in PUBLISHED and "observed" not in found:
         raise BadInput(f"`{path}` has no array `observed`.")
     published = found.get("observed")
     if published is not None:
         if train is None or published.shape != (train.sum(),):
-            raise BadInput(f"`{path}` must have one `observed` label per training sample.")
+            raise BadInput(
+                f"`{path}` must have one `observed` label for each official training sample, but `observed` "
+                f"has shape {published.shape}."
+            )
         if not y[train].astype(bool)[np.arange(len(published)), published].all():
             raise BadInput(f"Every `observed` label in `{path}` must also be in `y`, but some are not.")
         published = torch.from_numpy(published.astype(np.int64))
@@ -201,7 +207,7 @@ def _standardized(x: Tensor, train: Tensor) -> Tensor:
 
 
 def labeled_part(split: Split) -> Split:
-    """Use only the validation samples: three quarters of them for training and one quarter for validation.
+    """Return a split with three quarters of the validation samples for training and the rest for validation.
 
     A model trained on this split uses only fully labeled samples.
     """
@@ -228,8 +234,8 @@ def predicted_k(split: Split) -> tuple[Tensor, Tensor, Tensor]:
         split: The data for a seed.
 
     Returns:
-        The predictions for the training, validation and test samples, clipped to the range of the number of
-        labels of the validation samples.
+        The predictions for the training, validation and test samples, clipped to the range of the
+        label counts of the validation samples.
     """
     x, count = split.validation_x.double().numpy(), split.validation_labels.sum(-1).double().numpy()
     center, mean = x.mean(0), count.mean()

@@ -1,4 +1,4 @@
-"""The study's metrics for scores and probabilities of shape (samples, labels), and their recalibration."""
+"""The study's metrics for scores and probabilities of shape (samples, labels), and score recalibration."""
 
 from typing import NamedTuple
 

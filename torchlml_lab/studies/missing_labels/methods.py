@@ -67,7 +67,7 @@ def assume_negative(batch: Batch) -> Tensor:
 
 
 def smoothed_negative(batch: Batch) -> Tensor:
-    """AN-LS: the targets are 1 - weight / 2 for the observed label and weight / 2 for all other labels."""
+    """AN-LS: AN with targets 1 - weight / 2 for the observed label and weight / 2 for all other labels."""
     smooth = batch.weight[:, None]
     target = smooth / 2 * batch.x.sum(-1) + (1 - smooth) * batch.observed_x
     return _per_label(F.softplus(batch.x).sum(-1) - target, batch)
@@ -87,12 +87,18 @@ def _expected_positive(x: Tensor, observed_x: Tensor, batch: Batch) -> Tensor:
 
 
 def expected_positive(batch: Batch) -> Tensor:
-    """EPR: the loss of the observed labels, plus weight * ((mean number of predicted labels - k) / L)^2."""
+    """EPR: the loss of the observed labels, plus weight * ((mean number of predicted labels - k) / L)^2.
+
+    L is the total number of labels.
+    """
     return _expected_positive(batch.x, batch.observed_x, batch)
 
 
 def online_estimation(batch: Batch) -> Tensor:
-    """ROLE: a classifier and a table of label estimates, each trained on the other's output and with EPR."""
+    """ROLE: the loss of a classifier and a table of label estimates.
+
+    Each of the two is trained on the other's output and with EPR.
+    """
     x, estimates = batch.x, batch.estimates
     assert estimates is not None
     classifier = F.softplus(x) - estimates.detach().sigmoid() * x
@@ -132,7 +138,7 @@ def softmax(batch: Batch) -> Tensor:
 
 
 def lml(batch: Batch) -> Tensor:
-    """`torchlml.lml_loss`."""
+    """The loss `torchlml.lml_loss`."""
     k = batch.k.expand(batch.x.shape[:-1])
     return torchlml.lml_loss(batch.x, batch.target, k, reduction="none").mean(-1)
 
@@ -155,7 +161,7 @@ def integer_k(k: Tensor) -> Tensor:
 
 
 class Adam:
-    """Adam with one learning rate per configuration, for tensors whose first dimension is configurations."""
+    """Adam with one learning rate per configuration, for tensors whose first axis is the configuration."""
 
     def __init__(self, rates: Tensor) -> None:
         self.rates = rates
@@ -252,7 +258,7 @@ class Method:
     weights: tuple[float, ...] = ()
     """Seven values for the weight in the loss, if it has one. The search starts with the middle three."""
     k: float | None = 1.0
-    """The factor by which the mean number of labels is multiplied, or None to predict k for each sample."""
+    """The ratio of k to the mean number of labels, or None to predict k for each sample."""
     start: float | None = None
     """The probability of every label before training. None means k divided by the number of labels."""
     labels: Literal["one", "all", "validation"] = "one"

@@ -286,7 +286,7 @@ class Study:
         tried.setdefault(Recipe(row.learning_rate, row.weight), {})[row.seed] = row.validation_map
 
     def complete(self, cell: Cell) -> bool:
-        """Whether the files contain the cell. A result counts only if it uses the best configuration."""
+        """Whether the cell's rows are in the files. Results count only if they use the best configuration."""
         if cell.draw == "tuning":
             return not any(self.missing_runs(cell).values())
         return any(

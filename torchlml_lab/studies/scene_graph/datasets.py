@@ -70,8 +70,8 @@ def _tables(path: Path) -> dict[str, NDArray[Any]]:
             expected = (rows,) if width is None else (rows, width)
             if tables[name].shape != expected or tables[name].dtype.kind not in "iu":
                 raise BadInput(
-                    f"`{path}`: `{name}` must be an integer array of shape {expected}, but it is "
-                    f"{tables[name].dtype} of shape {tables[name].shape}."
+                    f"`{path}`: `{name}` must be an integer array of shape {expected}, but it has "
+                    f"dtype {tables[name].dtype} and shape {tables[name].shape}."
                 )
             tables[name] = tables[name].astype(np.int64)
     return tables

@@ -59,7 +59,7 @@ class SceneGraphs:
     labels: Tensor
     """(B,): object classes."""
     rows: Tensor
-    """(B,): the index of each box within its image in the file, which also orders the region features."""
+    """(B,): the index of each box among its image's boxes in the file and in the region features."""
     box_offsets: Tensor
     relations: Tensor
     """(T, 3): subject box, object box, predicate, without duplicates."""
@@ -233,7 +233,7 @@ class RegionFeatures:
                     if len(sizes) > 1:
                         raise BadInput(
                             f"`--region-features`: the vectors of all images in `{path}` must have the same "
-                            f"length, but those of image `{name}` differ."
+                            f"length, but those of image `{name}` have a different length."
                         )
         self.box_size, self.union_size = sizes.pop()
 

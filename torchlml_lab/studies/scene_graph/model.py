@@ -25,9 +25,9 @@ class MotifNet(nn.Module):
     Args:
         objects: The number of object classes.
         outputs: The number of scores per edge: one per predicate, and one for "no relation" if needed.
-        bias: (objects, objects, outputs) the initial frequency bias, or None for no bias.
-        vectors: (objects, d) the initial object embeddings (zero rows are initialized randomly), or None.
-        regions: The sizes of the region features of boxes and unions, or None for a model without vision.
+        bias: (objects, objects, outputs), the initial frequency bias, or None for no bias.
+        vectors: (objects, d), the initial object embeddings (zero rows are initialized randomly), or None.
+        regions: The sizes of the region features of boxes and unions, or None without visual input.
         hidden: The size of an object's context vector, which concatenates both directions of the LSTM.
         dropout: The dropout probability for embeddings and contexts.
     """
@@ -175,9 +175,9 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
 
     Args:
         training: The images to count pairs and relations in.
-        counts: An npz file with `subject`, `object`, `predicate` and `count`, numbered from 1. Its relations
-            replace those of `training` and are scaled to the same total. The pairs of classes are still
-            counted in `training`.
+        counts: An npz file with `subject`, `object` and `predicate` (numbered from 1) and `count`. Its
+            relations replace those of `training` and are scaled to the same total. The pairs of classes are
+            still counted in `training`.
 
     Returns:
         (objects, objects, 1 + predicates), float32: log(frequency + 0.001), as in Motifs.
@@ -248,13 +248,13 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
     """Read the GloVe vectors for object names.
 
     Args:
-        path: The official text file, with a word and its vector per line, or an npz file with `names` and
+        path: The official text file, with one word and its vector per line, or an npz file with `names` and
             `vectors`.
         names: The object names. The vector of a name with several words is the mean of their vectors.
 
     Returns:
-        (names, d), float32; zeros for names without known words. A file that is invalid, or that contains
-        none of the names, raises `BadInput`.
+        (names, d), float32; zeros for names without known words. An invalid file, or a text file that
+        contains none of the words, raises `BadInput`.
     """
     where = f"`--glove` is `{path}`, which"
     try:

@@ -135,5 +135,5 @@ def parse_method(name: str) -> Method:
     method = find_method(name)
     if method is None:
         known = ", ".join(f"{one}-K" if takes_k(one) else one for one in OBJECTIVES)
-        raise BadInput(f"`--methods` must contain {known} with an integer K, but it contains `{name}`.")
+        raise BadInput(f"`--methods` must contain {known} (K is an integer), but it contains `{name}`.")
     return method

@@ -37,9 +37,9 @@ class SceneGraphSettings(TrainSettings):
     one_per_edge: bool = False
     """In each step, train on one random relation per edge, as softmax does, instead of all relations."""
     glove: Path | None = None
-    """GloVe vectors for the label embeddings: the official text, or an npz with `names` and `vectors`."""
+    """GloVe vectors for label embeddings: the official text file, or an npz file (`names` and `vectors`)."""
     counts: Path | None = None
-    """Counts for the frequency bias: an npz with `subject`, `object`, `predicate` (from 1) and `count`."""
+    """Counts for the frequency bias: npz file with `subject`, `object`, `predicate` (from 1) and `count`."""
     leave_one_out: bool = False
     """During training, exclude each image from the counts for its own frequency bias."""
     without_bias: bool = False

@@ -215,7 +215,7 @@ def _kinds(settings: SweepSettings) -> list[SceneGraphSettings]:
 
 
 def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[RecallRecord]:
-    """Return a run's records: on train and validation after each epoch, and on test after the best epoch."""
+    """Return a run's records: training and validation after each epoch, and test after the best epoch."""
     return [
         _record(
             settings,
@@ -231,7 +231,7 @@ def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[Recall
 
 
 def frequencies(settings: SweepSettings, splits: Splits) -> list[RecallRecord]:
-    """Return the records of the frequency baseline on validation and test, for each source of counts."""
+    """Return the frequency baseline's validation and test records for each source of counts."""
     accelerator = Accelerator(cpu=True)
     sources = {kind.counts: kind for kind in _kinds(settings)}
     return [

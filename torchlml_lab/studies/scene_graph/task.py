@@ -71,7 +71,7 @@ def score(
 
 
 def measure(scored: Iterable[Scored]) -> dict[str, float]:
-    """Return six recalls, their mean as `recall`, and six recalls averaged over predicates (0 to 1)."""
+    """Return six recalls, their mean as `recall`, and six recalls averaged over predicates, all in [0, 1]."""
     metrics = [SceneGraphRecall(KS, one, mean, **_HERE) for mean in (False, True) for one in (True, False)]
     for predicted, true in scored:
         for metric in metrics:
@@ -111,7 +111,7 @@ def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tenso
 def frequency_recall(
     splits: Splits, split: str, counts: Path | None, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Return the recalls on a split when ranking only by the frequency bias."""
+    """Return the recalls on a split if relations are ranked only by the frequency bias."""
     table = log_frequencies(splits.training, counts)
 
     def rank_by(batch: Batch) -> Tensor:
@@ -296,7 +296,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     """Evaluate a run and print two tables."""
     console = new_console()
     accelerator = Accelerator(cpu=settings.cpu)
-    with use_threads(1):  # as in training, because the tensors are small
+    with use_threads(1):  # one thread, as in training, because the tensors are small
         run = load(settings.run, settings)
         graphs = getattr(run.splits, settings.split)
         scored = _score(run, settings.split, accelerator, console)
