@@ -71,6 +71,7 @@ pictures: $(STAMP)  ## redraw all pictures in the documentation from the data in
 	$(FIGURE) benchmarks --out results/benchmarks.png
 	$(FIGURE) bandwidth --csv results/benchmarks.csv --out results/bandwidth.png
 	$(FIGURE) alternatives --csv results/alternatives.csv --out results/alternatives.png
+	$(FIGURE) own-data --csv results/own-data/own-data.csv --out results/own-data/own-data.png
 	$(FIGURE) timing --csv results/paper-timing.csv --out results/paper-timing.png
 	for name in features images images-16 wide; do \
 		$(FIGURE) cifar100 --csv results/cifar100/$$name.csv --out results/cifar100/$$name.png || exit 1; done

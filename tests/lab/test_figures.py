@@ -39,6 +39,7 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         "cifar100",
         "missing-labels",
         "multilabel",
+        "own-data",
         "recommend",
         "scene-graph",
         "scene-graph-bias",
@@ -64,6 +65,7 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
     assert missing["timing"] == "torchlml bench paper"
     assert missing["benchmarks"] == missing["bandwidth"] == "torchlml bench layer"
     assert missing["alternatives"] == "torchlml bench alternatives"
+    assert missing["own-data"] == "torchlml bench own-data"
     assert missing["cifar100"] == "torchlml sweep cifar100"
 
 

@@ -230,7 +230,7 @@ def test_bad_npz(tmp_path: Path) -> None:
         observed[0, 1], observed[1, 0] = 1, wrong
         sparse.save_npz(y, sparse.csr_array(observed))
         with pytest.raises(
-            BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but the entry must be positive"
+            BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but entries must be positive"
         ):
             read_labeled(x, "--train", labels=y)
     for form in (sparse.csr_array, sparse.csc_array):

@@ -314,9 +314,7 @@ def test_the_chosen_model_is_printed(texts, tmp_path, capsys):
     assert cli.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"The model is the sum of a linear part \(\d+% of the weight\) and a network", said)
-    assert re.search(
-        r"has the penalty [\d.]+ and the gain [\d.]+ and was fitted again on all samples\.", said
-    )
+    assert re.search(r"uses a penalty of [\d.]+ and a gain of [\d.]+ and was refitted on all samples\.", said)
     assert "The model is the sum of a linear part" in (tmp_path / "run" / "report.md").read_text()
 
 

@@ -105,7 +105,7 @@ def test_tuning_uses_the_best_epoch_on_validation(tmp_path):
     common = SceneGraphSettings(vg=tmp_path)
     runs = grid(SweepSettings(methods=("lml-20",), tuned=path, run=common))
     assert [(run.learning_rate, run.seed) for run in runs] == [(2e-3, 0), (2e-3, 1), (2e-3, 2)]
-    with pytest.raises(BadInput, match="no run of the method `bce`"):
+    with pytest.raises(BadInput, match="no runs with the method `bce`"):
         grid(SweepSettings(methods=("bce",), tuned=path, run=common))
     with pytest.raises(BadInput, match="same data and seeds"):
         sweep.best_rates([*found, record(learning_rate=3e-3, seed=5)], [("lml-20", "")], path)
@@ -122,7 +122,7 @@ def test_an_untuned_k_uses_the_learning_rate_of_the_nearest_tuned_k(tmp_path):
     best = sweep.best_rates(found, wanted, tmp_path)
     assert list(best) == wanted
     assert list(best.values()) == [1e-3, 1e-3, 1e-3, 2e-3, 2e-3, 5e-4]
-    with pytest.raises(BadInput, match="no run of the method `softmax`"):
+    with pytest.raises(BadInput, match="no runs with the method `softmax`"):
         sweep.best_rates(found, [("softmax", "")], tmp_path)
 
 

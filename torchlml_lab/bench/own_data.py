@@ -86,7 +86,7 @@ def main(settings: OwnDataSettings) -> None:
         package = METHODS[method].package
         if importlib.util.find_spec(package) is None:
             raise BadInput(
-                f"`--methods` contains `{method}`, which needs the package `{package}`: run "
+                f"`--methods` contains `{method}`, which needs the package `{package}`. Run "
                 "`pip install 'torchlml[competitors]'`, or leave the method out."
             )
     folder = settings.data or (Path(os.environ["TORCHLML_DATA"]) if "TORCHLML_DATA" in os.environ else None)
@@ -207,8 +207,9 @@ def summary(rows: Sequence[OwnDataRecord], metric: str) -> str:
     for (data, samples), methods in grouped(rows).items():
         best = best_other(methods, metric)
         values = (spread([getattr(row, metric) for row in methods[name]], 1) for name in (OWN, best))
-        difference = spread(differences(methods, metric), 1)
-        lines.append((data, str(samples), *values, best, difference))
+        difference = differences(methods, metric)
+        sign = "+" if mean(difference) >= 0 else ""
+        lines.append((data, str(samples), *values, best, sign + spread(difference, 1)))
     heads = ("data", "samples", OWN, "best other method", "its name", "difference")
     return markdown_table(f"{METRICS[metric]} on test samples, in percent:", heads, lines)
 
@@ -288,7 +289,7 @@ def draw(rows: Sequence[OwnDataRecord], picture: Path, csv: Sequence[Path] = ())
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), labelcolor="linecolor")
         seeds = len({row.seed for row in rows})
-        note(figure, f"means and standard deviations over {seeds} seeds, test samples")
+        note(figure, f"means and standard deviations over {seeds} seeds, on test samples")
 
 
 def _draw_panel(axes: Axes, found: dict[int, Runs], metric: str) -> None:
@@ -300,6 +301,6 @@ def _draw_panel(axes: Axes, found: dict[int, Runs], metric: str) -> None:
             sizes, values.mean(axis=1), deviation, color=color, marker=marker, label=method, elinewidth=0.8
         )
     axes.set_xscale("log")
-    axes.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=6.5)
+    axes.set_xticks(sizes, [f"{n / 1000:.2g}k" for n in sizes], fontsize=6.5)
     axes.minorticks_off()
     axes.grid(axis="y")

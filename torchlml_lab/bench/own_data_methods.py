@@ -229,7 +229,7 @@ class Method(NamedTuple):
 
 
 _SVC, _LOGISTIC = _one_vs_rest(_linear_svc), _one_vs_rest(_logistic)
-# By default, LibMultiLabel has no intercept, without which a threshold on all scores works badly.
+# LibMultiLabel fits no intercept by default, and without one, a single threshold for all labels works poorly.
 _LIBMULTILABEL, _WITH_INTERCEPT = _libmultilabel(""), _libmultilabel("-B 1")
 _NAPKINXC = Solver(_fit_napkinxc, _score_napkinxc, threshold=0.5)
 METHODS = {
