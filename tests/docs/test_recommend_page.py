@@ -111,6 +111,24 @@ def test_the_table_of_the_figure_is_the_table_of_the_page() -> None:
     assert text in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_parts_of_the_default() -> None:
+    (table,) = of_section(FOLDER / "README.md", "Parts of the default", "part")
+    parts, (whole, *_) = rows(FOLDER / "default-parts.csv"), runs("auto")
+    assert {row["seed"] for row in parts} == {"0"} == {whole["seed"]}
+    assert sum(float(row["weight"]) for row in parts) == 1
+    measured = ("validation_recall20", RECALL, NDCG)
+    expected = [[row["part"], f"{float(row['weight']):g}"] for row in parts] + [["combination", ""]]
+    for line, row in zip(expected, [*parts, whole], strict=True):
+        line += [f"{100 * float(row[name]):.2f}" for name in measured]
+    assert table.lines == expected
+    weights = {row["part"]: float(row["weight"]) for row in parts}
+    assert (weights["ease"], weights["autoencoder"]) == (0.5, 0)
+    for name in ("ease", "graph-filter"):  # the same model as in its own run
+        (alone,) = runs(name)
+        (part,) = (row for row in parts if row["part"] == name)
+        assert all(abs(float(alone[one]) - float(part[one])) < 1e-5 for one in measured)
+
+
 def test_the_targets() -> None:
     (table,) = of_section(FOLDER / "README.md", "Target", "target")
     minutes = [float(row["seconds"]) / 60 for row in runs("auto")]
