@@ -147,7 +147,10 @@ def sum_at_caps(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
 
 
 def mean_cap(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
-    """Return the mean cap of each row, limited to 2 * k, because no entry exceeds k."""
+    """Return the mean cap of each row, limited to 2 * k.
+
+    No entry exceeds k, so a cap of 2 * k has no effect.
+    """
     mean = upper if upper.dim() == 0 else rows.sum(upper) / rows.sum(torch.ones_like(upper)).clamp(min=1)
     return torch.minimum(mean, 2 * k)
 

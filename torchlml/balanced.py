@@ -348,6 +348,6 @@ def _check_rows(k: Tensor, present: Tensor) -> None:
     if len(wrong):
         row = tuple(wrong[0].tolist())
         raise ValueError(
-            f"`k` must not exceed the number of available entries in a row, but row {row[1]} has "
+            f"`k` must be at most the number of available entries in each row, but row {row[1]} has "
             f"k = {k[row]:g} and {int(present[row])} available entries."
         )

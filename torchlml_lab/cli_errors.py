@@ -33,7 +33,8 @@ def sentence(error: BaseException) -> str:
         said = f"`{error.filename}` cannot be read or written: {why}" if error.filename else _capital(why)
     elif wanted := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
         size = float(wanted[1]) * _SIZES.get(wanted[2].lower(), 1) / 2**30
-        said = f"Not enough memory: an allocation of {size:,.2g} GiB failed"
+        gib = f"{size:,.0f}" if size >= 10 else f"{size:.2g}"
+        said = f"Not enough memory: an allocation of {gib} GiB failed"
     elif isinstance(error, MemoryError):
         said = "Not enough memory"
     return said if said.endswith((".", "!", "?")) else f"{said}."

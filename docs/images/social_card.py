@@ -28,7 +28,7 @@ def start_logits() -> list[float]:
 
 
 def draw(picture: Path) -> None:
-    """Draw softmax times k next to LML, in 1200 x 630 pixels."""
+    """Draw softmax times k next to LML, at 1200 x 630 pixels."""
     x = torch.tensor(start_logits(), dtype=torch.float64)
     figure = Figure(figsize=(12, 6.3), dpi=100, facecolor="white")
     figure.text(0.05, 0.87, "Select k of n, with gradients", fontsize=40, fontweight="bold", color=INK)

@@ -8,7 +8,7 @@ from torchlml.metrics import TopKRecall
 
 torch.manual_seed(0)
 predicates, k = 10, 6
-rule = torch.randn(12, predicates)  # the true scores of relations, unknown to the model
+rule = torch.randn(12, predicates)  # weights that give the true scores of relations; unknown to the model
 
 
 def images(count):

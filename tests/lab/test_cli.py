@@ -147,7 +147,7 @@ def test_bad_input_is_a_one_line_error(capsys, words, needle):
                 "you tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)"
             ),
             1,
-            "Not enough memory: an allocation of 3.7e+02 GiB failed.",
+            "Not enough memory: an allocation of 373 GiB failed.",
         ),
         (
             OSError(28, "No space left on device", "rows.csv"),

@@ -395,7 +395,7 @@ def test_the_error_for_an_ambiguous_table_suggests_a_command(tmp_path: Path) -> 
         read_labeled(path, "--train")
     command = f"torchlml train multilabel --train {path} --labels hot 'too cold'"
     assert (
-        f"2 columns contain only 0 and 1 (`hot`, `too cold`). If each of them is a label, run `{command}`."
+        f"2 columns contain only 0s and 1s (`hot`, `too cold`). If each of them is a label, run `{command}`."
         in str(said.value)
     )
     two = [(text, ";".join(topics), ";".join(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]

@@ -256,7 +256,7 @@ def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
     (tmp_path / "new.txt").write_text("1:1 77:2\n0 9:1 78:1\n")
     found = predict(out, tmp_path / "new.txt", tmp_path / "out.jsonl", "--top", "1")
     said = capsys.readouterr().out
-    assert "3 values were skipped, because no training sample has the same features" in said
+    assert "3 values were skipped, because their features do not occur in the training samples" in said
     assert "1 of 2 samples has no known feature" in said
     # Probabilities from a model trained with BCE do not depend on k.
     assert "labels with P(label), in %" in said
@@ -463,7 +463,7 @@ def test_bad_requests_to_a_run(run, texts, tmp_path, capsys):
     other.write_text("text,tags\na,\n")
     assert "must have at least one sample with labels" in rejected(capsys, ["evaluate", out, "--data", other])
     other.write_text(ROWS)
-    assert "is not the file that the run was trained on" in rejected(
+    assert "is not the file that the model was trained on" in rejected(
         capsys, ["evaluate", out, "--train", other]
     )
     (tmp_path / "rows.txt").write_text("1 2:3\n")

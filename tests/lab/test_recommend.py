@@ -453,7 +453,7 @@ def test_models_in_closed_form_are_left_out_if_memory_is_too_small(folder, monke
     monkeypatch.setattr(item_weights, "memory_available", lambda: 0)
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--out", str(tmp_path / "run")]
     assert cli.main([*words, *DEFAULT, "--epochs", "1"]) == 0
-    why = "it needs 0.0 GB of memory, but 0.0 GB are available"
+    why = "it needs 0.0 GB of memory, but 0.0 GB is available"
     said = capsys.readouterr().out
     for name in ("ease", "graph-filter"):
         assert f"`{name}` is left out, because {why}." in said

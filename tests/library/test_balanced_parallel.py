@@ -154,7 +154,7 @@ def test_rounds_of_small_hostile_problems(group: Group) -> None:
 
 @in_processes(2)
 def test_unlike_processes(group: Group) -> None:
-    """The result is accurate even if each process's rows strongly prefer different columns."""
+    """The result is accurate even if rows on different processes strongly prefer different columns."""
     x = torch.randn(400, 8, dtype=F64)
     x[:133, :2] += 20
     x[133:, 4:] += 300

@@ -94,7 +94,7 @@ def test_derivatives_for_the_bounds(member: Member, masked: bool) -> None:
 
 
 def formula(name: str, y: np.ndarray, k: float, g: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the gradients of sum(g * y) with respect to x and k, by the published formulas."""
+    """Compute the gradients of sum(g * y) with respect to x and k from the published formulas."""
     free = (y > 0) & (y < 1)
     weight = np.where(free, y if name == "constrained_softmax" else 1.0, 0.0)
     mean = float(weight @ g / weight.sum()) if weight.sum() else 0.0

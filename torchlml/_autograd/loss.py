@@ -109,7 +109,7 @@ def lml_loss(
     *,
     overwrite: bool = False,
 ) -> Tensor:
-    """Divide the loss of each row by its `divisor`, and reduce the losses.
+    """Compute the LML loss of each row, divide it by the row's `divisor`, and reduce the losses.
 
     With `overwrite`, the backward pass may replace the logits with their gradient.
     """

@@ -251,7 +251,7 @@ def _check_columns(capacity: Tensor, present: Tensor) -> None:
     if len(wrong):
         column = int(wrong[0])
         raise ValueError(
-            "`capacity` must not exceed the number of available rows in a column, but column "
+            "`capacity` must be at most the number of available rows in each column, but column "
             f"{column} has a capacity of {capacity[column]:g} and {int(present[column])} available rows."
         )
 

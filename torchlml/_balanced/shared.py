@@ -119,7 +119,8 @@ def _guess(model: Problem, start: Tensor | None) -> Tensor:
     if start is not None:
         points.append(evaluate(model, normalized(model, start), True))
     point = newton(model, min(points, key=lambda point: point.error), 1e-4, 30, True)
-    # If the sample is the whole matrix and Newton's method failed, a path of temperatures is more robust.
+    # If the sample is the whole matrix and Newton's method failed, follow a path of decreasing temperatures,
+    # which is more robust.
     if model.scale < 1.001 and not point.error <= 1e-3:
         point = follow_path(model.cast(torch.float64), 1e-4)
     return point.mu

@@ -301,7 +301,7 @@ def _direction(problem: Problem, point: Point, target: Tensor, goal: float) -> T
 
 
 def _targets(problem: Problem, point: Point, careful: bool) -> list[Tensor]:
-    """Return changes in the column sums to aim for, the most promising first."""
+    """Return target changes of the column sums, most promising first."""
     change = -point.gradient
     if careful or point.error > 0.5:
         return [change]

@@ -204,7 +204,8 @@ def move(k, hi, lo, lower, upper, number, found):
     count, below, above, p, q, dp, dq = found
     surplus = (count - tl.maximum(k, 1e-37)).to(tl.float32)
     fall, rise = tl.exp(-below), tl.exp(-above)
-    # A = P + max(c, 0) and B = Q + max(-c, 0). Each is still scaled by e^distance if its second term is 0.
+    # `p` is P * e^below and `q` is Q * e^above. A = P + max(c, 0) and B = Q + max(-c, 0), where c is
+    # `surplus`. `a` and `b` keep the scale of `p` and `q` if the second term is 0.
     p, q = p.to(tl.float32), q.to(tl.float32)
     a = tl.where(surplus > 0, p * fall + surplus, p)
     b = tl.where(surplus < 0, q * rise - surplus, q)

@@ -121,7 +121,7 @@ def _row_losses(x: Tensor, observed: Tensor, k: Tensor) -> Tensor:
     if bool((count > k).any()):
         row = int((count > k).nonzero()[0])
         raise ValueError(
-            f"`target` must not have more than k labels in a row, but row {row} has {int(count[row])} labels "
+            f"`target` must have at most k labels in each row, but row {row} has {int(count[row])} labels "
             f"and k = {int(k[row])}."
         )
     # Labels with a logit of -inf are never chosen, so the loss is infinite.

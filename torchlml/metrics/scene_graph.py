@@ -142,7 +142,8 @@ class SceneGraphRecall(CountingMetric):
     def compute(self) -> Any:
         """Return the recall for each k, or NaN if there are no relations.
 
-        The keys of a dict name the type of recall, such as `R@20` or `ng-mR@20`.
+        For a sequence of k, the result is a dict with keys such as `R@20` or `ng-mR@20`, which name the type
+        of recall.
         """
         recall = average(self.recalled, self.images)[:, self.images > 0].mean(-1)
         return self.by_k(recall, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))

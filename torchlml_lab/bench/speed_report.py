@@ -210,7 +210,8 @@ def _target_line(target: Target, rows: Sequence[Measurement]) -> Iterator[tuple[
     ratios = [row.ratio_p50 for row in rows if target.covers(row)]
     if ratios:
         above = sum(ratio > target.limit for ratio in ratios)
-        met = f"no, in {above} of {len(ratios)} problems" if above else "yes"
+        exceed = "exceeds" if above == 1 else "exceed"
+        met = f"no ({above} of {len(ratios)} problems {exceed} the target)" if above else "yes"
         yield target.says, f"{target.limit:g}", span(ratios), met
 
 

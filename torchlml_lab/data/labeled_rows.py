@@ -238,7 +238,7 @@ def stacked(blocks: list[Matrix], columns: int) -> Matrix:
 
 
 def rename(rows: LabeledRows, path: Path | None, option: str) -> LabeledRows:
-    """Replace numbered labels with the names in a file, in which line i, counted from 0, names label i.
+    """Replace numbered labels with the names in a file, in which line i, counting from 0, names label i.
 
     Args:
         rows: The samples.

@@ -398,7 +398,7 @@ def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[st
 
     If columns have names in `USUAL_NAMES`, the one whose name comes first there is used. Otherwise, the only
     column whose cells look like separated labels is used. If there is none, but the table contains texts and
-    several columns contain only 0 and 1, each of those columns is a label.
+    several columns contain only 0s and 1s, each of those columns is a label.
 
         >>> detect_labels({"text": ["a b", "c d"], "topics": ["x;y", "y"]}, (), Path("rows.csv"))
         ('topics',)
@@ -439,7 +439,7 @@ def _suggestion(table: Table, separated: Sequence[str], flags: Sequence[str], pa
         looks = f"several columns look like labels ({listed(separated)})"
         return f"{missing}, and {looks}. If the labels are in `{separated[0]}`, {command(separated[:1])}."
     if len(flags) > 1:
-        looks = f"{len(flags)} columns contain only 0 and 1 ({listed(flags)})"
+        looks = f"{len(flags)} columns contain only 0s and 1s ({listed(flags)})"
         return f"{missing}, but {looks}. If each of them is a label, {command(flags)}."
     repeated = [name for name, cells in table.items() if _repeats(cells)]
     if repeated:

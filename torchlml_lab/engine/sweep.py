@@ -35,7 +35,7 @@ class Grid(Generic[Settings, Row]):
     experiment: str
     runs: Sequence[Settings]
     run_one: Callable[[Settings], dict[str, Any]]
-    """A module-level function that starts or resumes one run in a separate process."""
+    """Starts or resumes one run. It is called in a worker process, so it must be a module-level function."""
     rows: Callable[[Settings, dict[str, Any]], list[Row]]
     """Returns the rows of a finished run."""
     write: Callable[[Path, Iterable[Row]], None]

@@ -37,10 +37,10 @@ _HEADS = {
     "recall": "recall at round(k)",
     "brier": "Brier score",
     "ece": "calibration error",
-    "f1": "F1 of p > 0.5",
+    "f1": "F1 at p > 0.5",
     "fitted_brier": "recalibrated Brier score",
     "fitted_ece": "recalibrated calibration error",
-    "fitted_f1": "recalibrated F1 of p > 0.5",
+    "fitted_f1": "recalibrated F1 at p > 0.5",
     "threshold_f1": "recalibrated F1, fitted threshold",
 }
 _FAR = -10.0  # the lowest possible left limit of the mAP axis, in points
@@ -170,13 +170,13 @@ def page_of(rows: Sequence[ResultRecord]) -> str:
             low = "lower" if measure in _LOW else "higher"
             said = f"Values × 100 (mean ± standard deviation over the seeds; {low} is better):"
             parts.append(markdown_table(said, (title, *datasets), _measure_lines(groups, datasets, measure)))
-        for method in ("lml", "lml-predicted"):
+        for method, title in (("lml", "LML"), ("lml-predicted", "LML (predicted k)")):
             said = (
-                f"{METHODS[method].title} minus the best competitor in each metric, × 100, paired by seed "
+                f"{title} minus the best competitor in each metric, × 100, paired by seed "
                 "(mean ± standard deviation):"
             )
             lines = [(name, *_differences(groups, name, method)) for name in datasets]
-            heads = (f"{METHODS[method].title} minus", *_HEADS.values())
+            heads = (f"{title} minus best competitor", *_HEADS.values())
             parts.append(markdown_table(said, heads, lines))
         lines = [
             (METHODS[method].title, *(_recipe(groups.get((name, method), {})) for name in datasets))
@@ -196,7 +196,7 @@ def page_of(rows: Sequence[ResultRecord]) -> str:
                 if row.head == head
             ]
             said = f"Values × 100 ({_NETWORKS[head]}):"
-            parts += [markdown_table(said, (head, *_HEADS.values()), lines)] if lines else []
+            parts += [markdown_table(said, ("method", *_HEADS.values()), lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 

@@ -274,7 +274,7 @@ def draw_recommend(
 
 
 def _seeds_in_words(rows: Sequence[RankingRecord]) -> str:
-    """Return the note about the seeds. Models in closed form do not depend on the seed."""
+    """Return the note about the seeds. Closed-form models do not depend on the seed."""
     said = f"ours: means and standard deviations over {len({row.seed for row in rows})} seeds"
     once = [_MODELS[model] for model in get_args(ClosedForm) if any(row.model == model for row in rows)]
     return f"{said}; {' and '.join(once)}: one run, independent of the seed" if once else said

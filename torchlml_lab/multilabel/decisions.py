@@ -165,7 +165,7 @@ def stored(path: Path, labels: int) -> Decisions:
 
     Args:
         path: The file. If it does not exist, the rule is `top-k`.
-        labels: The number of labels of the run.
+        labels: The number of labels known to the run.
     """
     if not path.exists():
         return Decisions()
@@ -205,8 +205,8 @@ class SetMeasures:
     """Accumulates metrics of chosen sets over batches.
 
     Args:
-        labels: The number of labels of the samples. Labels that are unknown to the run come last and are
-            never chosen.
+        labels: The number of distinct labels: those known to the run, plus those that occur only in these
+            samples. The latter come last and are never chosen.
     """
 
     def __init__(self, labels: int) -> None:

@@ -84,7 +84,7 @@ class Start(NamedTuple):
     complete: bool
     """Whether both parts have weights for all labels. The scores of labels without weights are 0."""
     same_samples: bool
-    """Whether that run was fitted on the same samples, in the same split."""
+    """Whether that run used the same samples with the same split."""
 
 
 def noise(samples: int) -> float:
@@ -218,7 +218,7 @@ class Choice(NamedTuple):
     """The penalty and the gain of the linear part, and the part fitted without the validation samples."""
 
     penalty: float
-    """Infinite if the part of an earlier run is better than every fit that starts from it."""
+    """Infinite if the linear part of an earlier run is better than every fit initialized from it."""
     gain: float
     part: LinearPart
 

@@ -1,4 +1,4 @@
-"""The network, its metrics, and trained runs loaded from disk."""
+"""The network, its metrics, and trained models loaded from disk."""
 
 import copy
 import json
@@ -46,7 +46,8 @@ class SparseLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
-        # The standard deviation does not depend on the number of columns, because row norms are about 1.
+        # The standard deviation does not depend on the number of inputs, because each input vector has a norm
+        # of about 1.
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, rows: Inputs | Tensor) -> Tensor:
@@ -371,11 +372,11 @@ def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
 def read_rows(
     trained: TrainedLabels, data: Paths, labels: Paths | None = None, labeled: bool = True
 ) -> LabeledRows:
-    """Read new samples for a trained run.
+    """Read new samples for a trained model.
 
     Args:
         trained: The run.
-        data: The value of `--data`: files in the format that the run was trained on.
+        data: The value of `--data`: files in the format that the model was trained on.
         labels: The label files, if `data` are .npz files.
         labeled: Whether labels are required.
 
@@ -405,8 +406,9 @@ def prepared_rows(trained: TrainedLabels, rows: LabeledRows, source: str) -> tup
     notes = []
     if prepared.unknown:
         notes.append(
-            f"`{source}`: {counted(prepared.unknown, 'value was', 'values were')} skipped, because no "
-            "training sample has the same features."
+            f"`{source}`: {counted(prepared.unknown, 'value was', 'values were')} skipped, because "
+            f"{'its feature does' if prepared.unknown == 1 else 'their features do'} not occur in the "
+            "training samples."
         )
     if prepared.empty:
         has = "has" if prepared.empty == 1 else "have"
@@ -427,7 +429,8 @@ class Measures:
 
     Args:
         preparation: The preparation of the run; its counts determine the propensities.
-        labels: The number of labels of the samples, known and unknown.
+        labels: The number of distinct labels: those known to the run, plus those that occur only in these
+            samples.
         ks: The values of k.
     """
 
@@ -492,7 +495,8 @@ def popularity(preparation: Preparation, rows: Iterable[Tensor], labels: int) ->
     Args:
         preparation: The preparation of the run.
         rows: Padded label lists (R, L) in batches.
-        labels: The number of labels of the samples, known and unknown.
+        labels: The number of distinct labels: those known to the run, plus those that occur only in these
+            samples.
     """
     found = Measures(preparation, labels)
     scores = torch.tensor(preparation.counts, dtype=torch.float32)

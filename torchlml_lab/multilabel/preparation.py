@@ -55,9 +55,9 @@ class Preparation:
     pairs: list[str] = field(default_factory=list)
     """The pairs of consecutive words that are inputs. A space separates the words of a pair."""
     pieces: list[str] = field(default_factory=list)
-    """The pieces of words that are inputs, including punctuation. A space marks a word's start or end."""
+    """The character n-grams that are inputs, including punctuation. A space marks a word's start or end."""
     idf: list[float] = field(default_factory=list)
-    """The inverse document frequencies of all words, pairs and pieces."""
+    """The inverse document frequencies of all words, pairs and character n-grams."""
     features: list[int] = field(default_factory=list)
     """The feature columns that are inputs."""
     means: list[float] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Preparation:
 
     @cached_property
     def _known(self) -> list[tuple[dict[str, int], npt.NDArray[np.float64]]]:
-        """The index of each term and the weights of all terms, for words, pairs and pieces."""
+        """The index of each term and the weights of all terms, for words, pairs and character n-grams."""
         kinds = (self.words, self.pairs, self.pieces)
         weights = np.split(np.array(self.idf), np.cumsum([len(terms) for terms in kinds])[:-1])
         return [
@@ -290,10 +290,13 @@ def _normalized(rows: Matrix) -> Matrix:
 # Single letters can be words ("C", "R").
 _WORD = re.compile(r"\w+")
 PIECES = (2, 3, 4)
-"""The lengths of the pieces, which relate different forms of a word, including words not seen in training."""
+"""The lengths of the character n-grams.
+
+They let different forms of a word share features, including forms that do not occur in the training texts.
+"""
 WEIGHTS = (1.0, 0.5, 1.0)
-"""The norms to which the features of words, pairs and pieces are scaled, before the whole vector is scaled to
-norm 1.
+"""The norms to which the features of words, pairs and character n-grams are scaled, before the whole vector
+is scaled to norm 1.
 
 Pairs are numerous, so without fixed norms they would outweigh the words in long texts.
 """
@@ -313,7 +316,7 @@ class _Terms(NamedTuple):
 
 
 def _all_terms(texts: Sequence[str]) -> tuple[_Terms, _Terms, _Terms]:
-    """Count all words, pairs and pieces in texts."""
+    """Count all words, pairs and character n-grams in texts."""
     words, row, ids = _numbered(_WORD.findall(text.lower()) for text in texts)
     within = row[1:] == row[:-1]
     keys, pair = np.unique(ids[:-1][within] * len(words) + ids[1:][within], return_inverse=True)
@@ -357,7 +360,7 @@ def _counted(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int
 
 
 def _pieces(word: str) -> list[str]:
-    """Return the parts of a word with the lengths `PIECES`, including a space before and after it.
+    """Return the character n-grams of a word with a space before and after it. `PIECES` has the lengths.
 
     >>> _pieces("cat")
     [' c', 'ca', 'at', 't ', ' ca', 'cat', 'at ', ' cat', 'cat ']
@@ -460,7 +463,7 @@ def _frequency(terms: _Terms) -> npt.NDArray[np.int64]:
 
 
 def _fit_texts(texts: list[str]) -> tuple[tuple[list[str], list[str], list[str]], list[float]]:
-    """Return the words, pairs and pieces that become inputs, and their inverse document frequencies."""
+    """Return the words, pairs and character n-grams that become inputs, and their IDF weights."""
     words, pieces = _Frequencies(), _Frequencies()
     pairs = _PairFrequencies(words)
     for some in _slices(len(texts), texts):

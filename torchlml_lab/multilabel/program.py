@@ -135,7 +135,7 @@ class LabelModel:
 
 
 def load_run(path: str | os.PathLike[str]) -> LabelModel:
-    """Load a run trained with `torchlml train multilabel` for prediction in Python.
+    """Load a run created with `torchlml train multilabel`, for prediction in Python.
 
     Args:
         path: The run directory.

@@ -384,7 +384,7 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabeledRo
             renamed = found.names != known.labels and len(found.names) == len(known.labels)
             names = " with other names" if renamed else ""
             raise BadInput(
-                f"`{in_words(stored.train)}` is not the file that the run was trained on: "
+                f"`{in_words(stored.train)}` is not the file that the model was trained on: "
                 f"it has {len(found)} training samples and {len(found.names)} labels, but the run had "
                 f"{known.rows} samples and {len(known.labels)} labels{names}."
             )

@@ -52,7 +52,7 @@ class MultilabelSettings(TrainSettings):
     test_labels: Paths = None
     """The labels for `--test`, if it is an .npz file."""
     label_names: Path | None = None
-    """For numbered labels, a text file whose line i, counted from 0, is the name of label i."""
+    """For numbered labels, a text file whose line i, counting from 0, is the name of label i."""
     labels: tuple[str, ...] = ()
     """The label column of a table, or a column of 0s and 1s for each label; detected by default."""
     separator: str | None = None

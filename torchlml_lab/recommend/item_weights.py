@@ -267,6 +267,6 @@ def check_memory(model: ClosedForm, users: int, items: int) -> None:
     if needed > available:
         raise BadInput(
             f"`--model {model}` needs about {needed / 1e9:,.1f} GB for {users:,} users and {items:,} items, "
-            f"but only {available / 1e9:,.1f} GB of memory are available. Use `--model autoencoder` or "
+            f"but only {available / 1e9:,.1f} GB of memory is available. Use `--model autoencoder` or "
             "`--model matrix-factorization`."
         )

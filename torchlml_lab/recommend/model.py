@@ -1,4 +1,4 @@
-"""Networks that score items for users, and loading of trained runs."""
+"""Networks that score items for users, and loading of trained models."""
 
 import dataclasses
 import math
@@ -328,7 +328,7 @@ def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice
 
 
 class TrainedRecommender(NamedTuple):
-    """A trained run with its data."""
+    """A trained model, with the settings and data of its run."""
 
     run: Path
     settings: RecommendSettings
@@ -370,7 +370,7 @@ def load_network(run: Path, settings: RecommendSettings, data: Data) -> tuple[nn
     model = network(settings, data)
     best.load(model)
     if int(model.get_buffer("fingerprint")) != data.fingerprint:
-        raise BadInput(f"The run `{run}` was trained on data that differ from `{settings.train}`.")
+        raise BadInput(f"The model in `{run}` was trained on data that differ from `{settings.train}`.")
     return model, best.epoch
 
 

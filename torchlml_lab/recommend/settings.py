@@ -116,7 +116,7 @@ class PredictSettings:
 
 @dataclass(frozen=True)
 class SweepSettings(GridSettings):
-    """Run all unfinished combinations of models, losses, seeds and tuned settings."""
+    """Run all unfinished combinations of models, losses, seeds and hyperparameter values."""
 
     out: Path = Path("runs/recommend-sweep")
     models: tuple[Model, ...] = ("autoencoder", "matrix-factorization")

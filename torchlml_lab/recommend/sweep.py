@@ -60,7 +60,7 @@ class RankingRecord:
 
     @property
     def recipe(self) -> tuple[float, float, float]:
-        """The tuned settings: learning rate, temperature and dropout."""
+        """The hyperparameter values: learning rate, temperature and dropout."""
         return self.learning_rate, self.temperature, self.dropout
 
 

@@ -174,7 +174,7 @@ def _lacks_memory(name: Candidate, training: Interactions) -> str | None:
     needed = item_weights.memory_needed(name, int((training.counts > 0).sum()), len(training.items))
     available = item_weights.memory_available()
     if needed > available:
-        return f"it needs {needed / 1e9:,.1f} GB of memory, but {available / 1e9:,.1f} GB are available"
+        return f"it needs {needed / 1e9:,.1f} GB of memory, but {available / 1e9:,.1f} GB is available"
     return None
 
 
@@ -379,7 +379,7 @@ def _of_split(trained: TrainedRecommender, split: str | None) -> tuple[Users, st
     splits = trained.data.splits
     name = split or list(splits)[-1]
     if name not in splits:
-        raise BadInput("`--split test` requires a run that was trained with `--test`.")
+        raise BadInput("`--split test` requires a run that was created with `--test`.")
     return splits[name], name
 
 

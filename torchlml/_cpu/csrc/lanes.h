@@ -201,7 +201,7 @@ class LaneSolver {
   LML_INLINE void guess() {
     if (!gaps_) {
       active_ = find_moments<false>();
-      gaps_ = any<float>(~active_);  // the cause may be entries of -inf, which are treated as masked
+      gaps_ = any<float>(~active_);  // rows may be inactive only because of -inf, which is treated as masked
     }
     if (gaps_) active_ = find_moments<true>();
     set_target(row_k_, row_k_low_);

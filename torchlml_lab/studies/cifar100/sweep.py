@@ -48,7 +48,7 @@ class AccuracyRecord:
 
     @property
     def recipe(self) -> tuple[float, float]:
-        """The tuned settings: learning rate and temperature."""
+        """The hyperparameter values: learning rate and temperature."""
         return self.learning_rate, self.temperature
 
 

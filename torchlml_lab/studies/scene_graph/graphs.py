@@ -38,9 +38,12 @@ class Image(NamedTuple):
     boxes: NDArray[np.float64]
     """(B, 4): x1, y1, x2, y2."""
     labels: NDArray[np.int64]
-    """(B,): object classes, counted from 0."""
+    """(B,): zero-based indices of the object classes."""
     relations: NDArray[np.int64]
-    """(T, 3): subject box, object box and predicate, counted from 0. Two boxes may have several relations."""
+    """(T, 3): zero-based indices of the subject box, the object box and the predicate.
+
+    Two boxes may have several relations.
+    """
 
 
 @dataclass(frozen=True)

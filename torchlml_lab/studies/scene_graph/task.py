@@ -259,7 +259,7 @@ def network(settings: SceneGraphSettings, splits: Splits, regions: RegionFeature
 
 
 class TrainedGraphs(NamedTuple):
-    """A trained run with its settings and data."""
+    """A trained model, with the settings and data of its run."""
 
     settings: SceneGraphSettings
     splits: Splits
