@@ -319,7 +319,7 @@ def _scalar(k: Any, device: str) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def cached_scalar(k: Any, device: str) -> Tensor:
-    """Return `k` in the wide dtype of a device type, as a tensor that later calls reuse."""
+    """Return `k` as a cached tensor, in the wide dtype that computations use on a device type."""
     # A tensor created in inference mode cannot be saved for the backward pass of a later call.
     with torch.inference_mode(False):
         return _scalar(k, device)

@@ -56,15 +56,22 @@ def training_cells(title: str) -> dict[tuple[int, int], str]:
     }
 
 
+def single_process() -> dict[tuple[int, int], dict[str, float]]:
+    """Return the measurements of one process with two threads, keyed by (samples, labels)."""
+    return {
+        (int(row["samples"]), int(row["labels"])): row
+        for row in training_rows()
+        if (row["processes"], row["threads"]) == (1, 2)
+    }
+
+
 def test_the_tables_about_training_match_the_csv() -> None:
     speed, needs = {}, {}
-    for row in training_rows():
-        if row["processes"] == 1:
-            place = int(row["samples"]), int(row["labels"])
-            memory = f"{row['memory_mb'] / 1000:.1f} GB"
-            speed[place] = f"{row['samples_per_second']:,.0f}/s, {memory}"
-            seconds = f"{row['epoch_seconds']:,.0f} s ({row['forecast_seconds']:,.0f})"
-            needs[place] = f"{seconds}, {memory} ({row['forecast_mb'] / 1000:.1f})"
+    for place, row in single_process().items():
+        memory = f"{row['memory_mb'] / 1000:.1f} GB"
+        speed[place] = f"{row['samples_per_second']:,.0f}/s, {memory}"
+        seconds = f"{row['epoch_seconds']:,.0f} s ({row['forecast_seconds']:,.0f})"
+        needs[place] = f"{seconds}, {memory} ({row['forecast_mb'] / 1000:.1f})"
     assert training_cells("Training speed in samples per second, and peak memory:") == speed
     title = "Time per epoch and peak memory, with forecasts in parentheses:"
     assert training_cells(title) == needs
@@ -72,16 +79,19 @@ def test_the_tables_about_training_match_the_csv() -> None:
 
 def test_the_sentences_about_training_match_the_csv() -> None:
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
-    alone = {(row["samples"], row["labels"]): row for row in training_rows() if row["processes"] == 1}
-    large = alone[1e6, 1000]
+    alone = single_process()
+    large = alone[1_000_000, 1000]
     assert f"need {large['memory_mb'] / 1000:.1f} GB and {large['epoch_seconds']:.0f} s per epoch" in page
     assert large["memory_mb"] < 2000
     assert large["epoch_seconds"] < 600
-    low = [(row["memory_mb"] - row["forecast_mb"]) / 1000 for row in alone.values()]
-    assert f"The memory forecast is {min(low):.1f}–{max(low):.1f} GB too low" in page
-    for row in training_rows():
-        if row["processes"] == 2:
-            rate, memory = f"{row['samples_per_second']:,.0f}", f"{row['memory_mb'] / 1000:.1f} GB"
-            assert f"processes {rate} samples per second and needs {memory} per process" in page
-            single = alone[row["samples"], row["labels"]]
-            assert f"trains at {single['samples_per_second']:,.0f} samples per second" in page
+    memory = [row["forecast_mb"] / row["memory_mb"] for row in alone.values()]
+    assert f"The memory forecast is {min(memory):.2f}–{max(memory):.2f} times the measured peak" in page
+    time = [row["forecast_seconds"] / row["epoch_seconds"] for row in alone.values()]
+    assert f"The time forecast is {min(time):.1f}–{max(time):.1f} times the measured time" in page
+    one, two = (
+        next(row for row in training_rows() if (row["processes"], row["threads"]) == (processes, 1))
+        for processes in (1, 2)
+    )
+    assert (one["samples"], one["labels"]) == (two["samples"], two["labels"]) == (100_000, 10_000)
+    rates = [f"{row['samples_per_second']:,.0f}" for row in (one, two)]
+    assert f"one process trains at {rates[0]} samples per second, and two processes at {rates[1]}" in page

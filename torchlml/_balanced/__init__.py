@@ -187,7 +187,7 @@ def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings, present:
 
 
 def _without(x: Tensor, k: Tensor, empty: Tensor, full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x and k without the entries of empty and full columns, and a mask of those in full columns."""
+    """Return x and k without the entries in empty and full columns, and a mask of entries in full columns."""
     ones = full & (x > -torch.inf)
     # If a row has too many full columns, the remaining problem is infeasible, which the solver reports.
     return torch.where(empty | full, -torch.inf, x), (k - ones.sum(1)).clamp(min=0), ones

@@ -35,7 +35,7 @@ _LONGEST_STEP = 30.0
 
 
 class Correction(NamedTuple):
-    """The difference between the whole matrix and a sample, in the column sums and the Schur complement."""
+    """How much the column sums and the Schur complement of the whole matrix differ from those of a sample."""
 
     mu: Tensor  # (n,) float64: the point at which the corrected sums and derivatives are exact
     sums: Tensor  # (n,) float64

@@ -1,8 +1,9 @@
 """The operators decomposed into operations that `torch.onnx.export` supports.
 
-Each function has the arguments and the result of its namesake in `careful.py`, but reads no values on the
-host. Newton's method becomes a loop in the graph, which ends when every row has converged, and the k-th
-largest entry comes from a sort. `operator` in `_autograd/operators.py` registers these decompositions.
+Each function takes the same arguments and returns the same result as its namesake in `careful.py`, but reads
+no values on the host. Newton's method becomes a loop in the graph, which ends when every row has converged,
+and the k-th largest entry comes from a sort. `operator` in `_autograd/operators.py` registers these
+decompositions.
 """
 
 from __future__ import annotations

@@ -61,12 +61,12 @@ def fit_network(
         network: The network to train.
         loss: The loss to minimize.
         training: The training samples.
-        validation: The samples that select the epoch; None trains all epochs.
+        validation: The samples used to select the best epoch. If None, train for all epochs.
         schedule: The training schedule.
         say: Called with a line after every epoch.
 
     Returns:
-        The number of epochs that were trained.
+        The number of epochs that the network was trained for.
     """
     optimizer = torch.optim.Adam(network.parameters(), lr=schedule.learning_rate, fused=True)
     batches = EpochBatches(len(training), schedule.batch_size, schedule.seed, shuffle=True)

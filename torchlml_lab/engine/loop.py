@@ -221,6 +221,9 @@ def train_epoch(
 # An estimate is printed for runs longer than `LONG` seconds, and an alternative above `VERY_LONG` seconds.
 LONG, VERY_LONG = 600.0, 3600.0
 FEW, REPEATED = 8, 3  # samples and repetitions that suffice for an estimate
+# If a batch takes longer (in seconds), only a part of it is timed. The estimate is less accurate then, as
+# products with few rows are less efficient.
+LONGEST_PASS = 10.0
 MOST_PROBED = 2**22  # the most entries used to time an update, more than fit in the CPU caches
 
 
@@ -243,8 +246,8 @@ def needs(task: Task, batch_size: int) -> Needs:
         batch_size: Samples per batch.
 
     Returns:
-        The estimates. If even a few samples are slow, the time of the forward and backward passes is
-        extrapolated from them. The time of a dense update is extrapolated from a subset of the parameters.
+        The estimates. If a batch takes very long, the time of the forward and backward passes is extrapolated
+        from a few samples. The time of a dense update is extrapolated from a subset of the parameters.
         The memory is the peak so far or, if larger, the memory of a training step or an evaluation, including
         the gradients and the optimizer state.
     """
@@ -280,10 +283,11 @@ def needs(task: Task, batch_size: int) -> Needs:
     with torch.random.fork_rng(devices=[]):
         passes(few)  # the first pass includes allocation and lazy loading
         short = passes(few)
-        more = min(4 * few, size) if short > 0.2 else size
+        more = size if short * size / few < LONGEST_PASS else min(4 * few, size)
         with _HighestMemory() as step_memory:
-            passes(more)
-        seconds = median(passes(more) for _ in range(REPEATED))
+            seconds = passes(more)
+        if seconds < 1:
+            seconds = median(passes(more) for _ in range(REPEATED))
         # Extrapolate linearly. Part of the time does not depend on the number of samples, because the
         # gradient is computed for every weight.
         seconds += (size - more) * max(0.0, seconds - short) / max(1, more - few)

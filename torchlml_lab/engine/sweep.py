@@ -169,7 +169,7 @@ def _run_all(
                     done[one.out] = future.result()
                 except Exception as error:
                     failed[one.out.name] = " ".join(str(error).split()) or type(error).__name__
-                # The CSV is written again at the end, which reports any error, so an error is ignored here.
+                # Errors are ignored here: the CSV is written again at the end, and errors are reported then.
                 with contextlib.suppress(OSError):
                     grid.write(path, grid.finished_rows(done))
                 progress.advance(bar)

@@ -118,7 +118,7 @@ _LEVELS = {
 
 
 def by_k(settings: WhichKFigureSettings) -> None:
-    """Draw the results against k, write the tables, and print the paths of the files."""
+    """Plot the results against k, write the tables, and print the paths of the files."""
     check_picture(settings.out)
     path = find_csv(settings.csv, BY_K, "torchlml which-k")
     rows = TABLE.read(path, "--csv")

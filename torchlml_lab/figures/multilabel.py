@@ -52,7 +52,7 @@ _KEEPS = ("1.0", "0.5", "0.3", "one")
 _HEADS = {"p1": "P@1", "p3": "P@3", "p5": "P@5", "ndcg5": "nDCG@5", "psp5": "PSP@5", "r5": "R@5"}
 
 Group = dict[int, LabelRecord]
-"""The runs of a loss by seed."""
+"""The runs with one loss, keyed by seed."""
 
 
 def main(settings: MultilabelFigureSettings) -> None:

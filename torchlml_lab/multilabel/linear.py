@@ -21,7 +21,7 @@ from torchlml_lab.multilabel.samples import label_lists
 Array = npt.NDArray[np.float32]
 
 PENALTIES = (16.0, 6.0, 2.0, 0.7, 0.25, 0.08, 0.025)
-"""The penalties to choose from, the strongest first, relative to the mean squared norm of the inputs."""
+"""The penalties to choose from, strongest first, relative to the mean squared norm of the inputs."""
 GAINS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 """The factors to choose from, which scale the deviations of the scores from the label frequencies.
 
@@ -78,9 +78,9 @@ class Start(NamedTuple):
     """The linear parts of an earlier run, from which a new fit starts."""
 
     held_out: LinearPart
-    """Fitted without the validation samples of that run."""
+    """The linear part that was fitted without the validation samples of the earlier run."""
     final: LinearPart
-    """Fitted on all of its samples."""
+    """The linear part that was fitted on all samples of the earlier run."""
     complete: bool
     """Whether both parts have weights for all labels. The scores of labels without weights are 0."""
     same_samples: bool

@@ -354,7 +354,7 @@ def _picker(names: list[str]) -> Callable[[npt.NDArray[np.int64]], list[str]]:
 
 
 def _counted(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, int]) -> Matrix:
-    """Return a matrix that counts how often each pair of a row and a column occurs."""
+    """Return a matrix that counts how often each (row, column) pair occurs."""
     counts = sparse.coo_array((np.ones(len(rows), dtype=np.float32), (rows, columns)), shape=shape)
     return sparse.csr_array(counts)  # sums duplicates
 

@@ -399,7 +399,7 @@ def _blank(rows: LabeledRows) -> npt.NDArray[np.bool_]:
 
 
 def aligned(rows: LabeledRows, names: Sequence[str], source: str, notes: list[str]) -> LabeledRows:
-    """Put the labels of the training data first, and add a note if there are others."""
+    """Put the labels of the training data first, and add a note if the samples have other labels."""
     rows = rows.with_labels(names)
     more = len(rows.names) - len(names)
     if more:

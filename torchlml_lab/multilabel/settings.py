@@ -27,9 +27,9 @@ EXPERIMENT = "multilabel"
 
 @dataclass(frozen=True)
 class MultilabelSettings(TrainSettings):
-    """Train a multi-label model on your own files of texts, numbers or sparse features; requires --train.
+    """Train a multi-label model on your own files with text, numeric or sparse features; requires --train.
 
-    A file is a table (CSV, TSV, JSON lines or Parquet, with labels and columns of texts or numbers), svmlight
+    A file is a table (CSV, TSV, JSON lines or Parquet, with labels and text or numeric columns), svmlight
     or extreme-classification text, or a pair of SciPy .npz files. Text files may be gzipped. Several files, a
     directory or a pattern like 'part-*.csv' are read as one file. Without --valid, a tenth of the samples is
     held out for validation. The epoch with the best validation nDCG@5 is kept.

@@ -138,7 +138,7 @@ def completed(settings: MultilabelSettings) -> MultilabelSettings:
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
-    """Build the task for a run. Set the seed before the call, because it initializes the network."""
+    """Build the task for a run. Set the seed before calling this function, which initializes the network."""
     return build_task(settings, data).task
 
 

@@ -294,7 +294,7 @@ def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice
 
     First, rescale each model's scores by the factor that maximizes the likelihood of the held-out items under
     a softmax, so that the scores of different models are comparable. Then try all weights in steps of a
-    quarter. If several choices have the same metric, prefer the one with the fewest models.
+    quarter. If several choices have the same value of the metric, prefer the one with the fewest models.
 
     Args:
         models: The trained models by name.

@@ -81,7 +81,7 @@ class EvaluateSettings:
     split: Literal["validation", "test"] | None = None
     """The items to find: held-out validation items, or the items of `--test` (the default if available)."""
     data: Path | None = None
-    """A file with later items to use instead of a split, in any format that `--train` accepts."""
+    """Later items of the users, to evaluate instead of a split; a file in a format that `--train` accepts."""
     out: Path | None = None
     """The directory for `report.png` (recall against k, and calibration); by default, the run directory."""
     train: Path | None = None

@@ -254,8 +254,11 @@ class RegionFeatures:
 
     def _check(self, file: h5py.File, name: str, boxes: int) -> tuple[int, int]:
         where = f"`--region-features` is `{self.path}`, where image `{name}`"
-        if name not in file or not {"boxes", "unions"} <= set(file[name]):
-            raise BadInput(f"{where} must contain the arrays `boxes` and `unions`, but it does not.")
+        missing = {"boxes", "unions"} - set(file.get(name, ()))
+        if missing:
+            raise BadInput(
+                f"{where} must contain the arrays `boxes` and `unions`, but it has no `{min(missing)}`."
+            )
         tables = [file[name][table] for table in ("boxes", "unions")]
         one, two = (table.shape for table in tables)
         if len(one) != 2 or len(two) != 3 or one[0] < boxes or two[:2] != (one[0], one[0]):

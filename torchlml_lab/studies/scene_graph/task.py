@@ -111,7 +111,7 @@ def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tenso
 def frequency_recall(
     splits: Splits, split: str, counts: Path | None, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Return the recalls on a split if relations are ranked only by the frequency bias."""
+    """Return the recalls on a split when relations are ranked only by the frequency bias."""
     table = log_frequencies(splits.training, counts)
 
     def rank_by(batch: Batch) -> Tensor:
