@@ -40,6 +40,7 @@ SECTIONS = {
 TABLES = {
     "results/benchmarks.md": "Benchmarks: all tables",
     "results/multilabel/kept-labels.md": "Multi-label: all tables",
+    "results/own-data/own-data.md": "Tagging: all tables",
     "results/recommend/gowalla.md": "Recommendation: all runs on Gowalla",
     "results/routing/routing.md": "Routing: all routers",
     "results/scene-graph/vg.md": "Scene graphs: tables for Visual Genome",
