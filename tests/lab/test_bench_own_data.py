@@ -17,7 +17,7 @@ from tests.support.command_lines import rejected
 from tests.support.tagged_texts import tagged_texts
 from torchlml_lab import cli
 from torchlml_lab.bench import own_data
-from torchlml_lab.bench.own_data_methods import METHODS, Method, Prediction, Problem, best_threshold
+from torchlml_lab.bench.own_data_methods import METHODS, Method, Prediction, Problem, Rule, best_rule
 from torchlml_lab.data.labeled_rows import Columns, LabeledRows, label_matrix
 
 RESULTS = Path(__file__).parents[2] / "results" / "own-data"
@@ -79,19 +79,25 @@ def test_metrics_match_their_definitions(monkeypatch):
     assert row.ndcg5 == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_other_threshold_has_better_sets(seed):
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_rule_has_better_sets(seed):
     random = np.random.default_rng(seed)
-    labels = random.random((20, 6)) < 0.3
+    labels = random.random((20, 6)) < (0.2 if seed % 2 else 0.4)
     scores = (labels + random.normal(size=labels.shape)).astype(np.float32).round(1)  # with ties
 
-    def quality(threshold):
+    def quality(threshold, least):
         sets = scores > threshold
+        for row, values in enumerate(scores.tolist()):
+            for j in sorted(range(6), key=lambda j: -values[j])[:least]:
+                sets[row, j] = True
         f1 = 2 * (sets & labels).sum() / (sets.sum() + labels.sum())
         return f1 + (sets == labels).all(axis=1).mean()
 
-    best = max(quality(threshold) for threshold in np.arange(-5, 5, 0.05))
-    assert quality(best_threshold(scores, labels)) == pytest.approx(best, abs=1e-12)
+    k = max(1, round(labels.sum() / 20))
+    tried = [(t, least) for t in np.arange(-5, 5, 0.05) for least in (0, 1)] + [(np.inf, k)]
+    found = best_rule(scores, labels)
+    assert quality(*found) == pytest.approx(max(quality(*one) for one in tried), abs=1e-12)
+    assert isinstance(found, Rule)
 
 
 @pytest.fixture
@@ -155,6 +161,22 @@ def test_a_missing_package_is_reported(data, tmp_path, monkeypatch, capsys):
 def test_bad_options(options, needle, tmp_path, capsys):
     words = ["bench", "own-data", "--csv", tmp_path / "rows.csv", *options.split()]
     assert needle in rejected(capsys, words)
+
+
+def test_missing_data_files_are_reported(tmp_path, capsys):
+    words = ["bench", "own-data", "--data", tmp_path, "--csv", tmp_path / "rows.csv", "--sets", "bibtex"]
+    said = rejected(capsys, [*words, "--methods", "LinearSVC"])
+    assert f"`--data` is `{tmp_path}`, which does not contain `multilabel/bibtex.train.svm.gz`" in said
+
+
+def test_an_incomplete_csv_is_not_drawn(tmp_path, capsys):
+    rows = own_data.TABLE.read(RESULTS / "own-data.csv", "--csv")
+    words = ["figures", "own-data", "--csv", tmp_path / "rows.csv", "--out", tmp_path / "x.png"]
+    own_data.TABLE.write(tmp_path / "rows.csv", rows[1:])
+    assert "which is incomplete: on bibtex with 300 samples, `LibMultiLabel` does not" in rejected(
+        capsys, words
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
 def test_the_data_directory_is_required(tmp_path, monkeypatch, capsys):

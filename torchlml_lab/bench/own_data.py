@@ -110,6 +110,11 @@ def _missing(
     done = {(row.data, row.samples, row.method, row.seed) for row in rows}
     for name in settings.sets:
         train_file, test_file = (folder / part for part in SETS[name])
+        for file in (train_file, test_file):
+            if not file.is_file():
+                raise BadInput(
+                    f"`--data` is `{folder}`, which does not contain `{file.relative_to(folder)}`."
+                )
         files = read_files(MultilabelSettings(train=train_file, test=test_file, labels=LABELS.get(name, ())))
         for seed in settings.seeds:
             for size in settings.sizes:
@@ -151,7 +156,7 @@ def _compared(name: str, method: str, problem: Problem) -> OwnDataRecord:
         method=method,
         seed=problem.seed,
         setting=found.setting,
-        ndcg5=round(linear.ndcg(np.nan_to_num(scores, neginf=-1e30), problem.test.labels), 5),
+        ndcg5=round(linear.ndcg(np.maximum(scores, np.float32(-1e30)), problem.test.labels), 5),
         p1=round(float(true[np.arange(len(true)), best].mean()), 5),
         micro_f1=round(float(2 * (sets & true).sum() / (sets.sum() + true.sum())), 5),
         exact=round(float((sets == true).all(axis=1).mean()), 5),
@@ -257,9 +262,14 @@ def redraw(settings: OwnDataFigureSettings) -> None:
     check_picture(settings.out)
     path = find_csv(settings.csv, STUDY, "torchlml bench own-data")
     rows = TABLE.read(path, "--csv")
-    complete = {OWN, *_DRAWN}
-    if not rows or any(not complete <= methods.keys() for methods in grouped(rows).values()):
-        raise BadInput(f"`--csv` names `{path}`, which lacks results of {', '.join(_DRAWN)}.")
+    seeds = sorted({row.seed for row in rows})
+    for (data, samples), methods in grouped(rows).items():
+        for method in {*_DRAWN, *methods}:
+            if [row.seed for row in methods.get(method, [])] != seeds:
+                place = f"on {data} with {samples} samples, `{method}` does not have all seeds"
+                raise BadInput(
+                    f"`--csv` names `{path}`, which is incomplete: {place}. Repeat `torchlml bench own-data`."
+                )
     draw(rows, settings.out, [path])
     parts = [targets(rows), *(summary(rows, metric) for metric in METRICS)]
     parts += [details(rows, data) for data in sorted({row.data for row in rows})]

@@ -20,7 +20,7 @@ from torchlml_lab.multilabel.training import run as train
 
 Array = npt.NDArray[Any]
 
-CS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+CS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """The values of the regularization parameter C that tuned methods choose from."""
 
 
@@ -81,52 +81,88 @@ def _with(solver: Solver, c: float | None) -> Callable[[Problem], Prediction]:
     With a given `c`, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other
     features are not scaled. With tuning, texts become sublinear TF-IDF vectors of words and word pairs, and
     other samples are scaled to norm 1. The value from `CS` with the best nDCG@5 on validation samples is
-    used, and the best threshold on them. The method is then fitted again on all samples.
+    used, and the best rule for label sets on them. The method is then fitted again on all samples.
     """
 
-    def tune(problem: Problem, prepare: Callable[[LabeledRows], Matrix]) -> tuple[float, float]:
+    def tune(problem: Problem, prepare: Callable[[LabeledRows], Matrix]) -> tuple[float, Rule]:
         training, validation = set_aside(problem.training)
         x, held_out = prepare(training), prepare(validation)
         found = {one: solver.scores(solver.fit(x, training.labels, one), held_out) for one in CS}
         best = max(CS, key=lambda one: linear.ndcg(found[one], validation.labels))
-        return best, best_threshold(found[best], validation.labels.toarray().astype(bool))
+        return best, best_rule(found[best], validation.labels.toarray().astype(bool))
 
     def predict(problem: Problem) -> Prediction:
         prepare = _features(problem.training, tuned=c is None)
         if c is None:
-            chosen, threshold = tune(problem, prepare)
-            setting = f"C = {chosen:g}, threshold {threshold:.2g}"
+            chosen, rule = tune(problem, prepare)
+            setting = f"C = {chosen:g}, threshold {rule.threshold:.2g}, at least {rule.least}"
         else:
-            chosen, threshold, setting = c, solver.threshold, "default"
+            chosen, rule, setting = c, Rule(solver.threshold, 0), "default"
         model = solver.fit(prepare(problem.training), problem.training.labels, chosen)
         end = time.process_time()
         scores = solver.scores(model, prepare(problem.test))
-        return Prediction(scores, scores > threshold, setting, end)
+        return Prediction(scores, rule.sets(scores), setting, end)
 
     return predict
 
 
-def best_threshold(scores: Array, labels: Array) -> float:
-    """Return the threshold with the highest sum of micro-F1 and exact sets, as in torchlml's own rule.
+class Rule(NamedTuple):
+    """A rule that predicts the labels with scores above a threshold, and always the best labels."""
+
+    threshold: float
+    least: int
+    """The number of labels that are always predicted."""
+
+    def sets(self, scores: Array) -> Array:
+        """Return the label sets as a bool array of the shape of the scores."""
+        return (scores > self.threshold) | _best_labels(scores, self.least)
+
+
+def _best_labels(scores: Array, count: int) -> Array:
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    chosen = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(chosen, best, True, axis=1)
+    return chosen
+
+
+def best_rule(scores: Array, labels: Array) -> Rule:
+    """Choose the rule with the highest sum of micro-F1 and exact sets, the criterion of torchlml's own rules.
+
+    The candidates are the best threshold, the best threshold with at least one label for each sample, and
+    the k best labels, where k is the mean number of labels.
 
     >>> scores = np.array([[0.9, 0.2], [0.6, 0.4]])
-    >>> round(best_threshold(scores, np.array([[True, False], [True, False]])), 3)
-    0.5
+    >>> best_rule(scores, np.array([[True, False], [True, False]]))
+    Rule(threshold=0.5, least=0)
     """
+    k = max(1, round(float(labels.sum(axis=1).mean())))
+    rules = [best_threshold(scores, labels, least) for least in (0, 1)] + [Rule(np.inf, k)]
+
+    def quality(rule: Rule) -> float:
+        sets = rule.sets(scores)
+        f1 = 2 * (sets & labels).sum() / (sets.sum() + labels.sum())
+        return float(f1 + (sets == labels).all(axis=1).mean())
+
+    return max(rules, key=quality)
+
+
+def best_threshold(scores: Array, labels: Array, least: int) -> Rule:
+    """Return the rule with the threshold that has the highest sum of micro-F1 and exact sets."""
+    always = _best_labels(scores, least)
     values = np.unique(scores).astype(np.float64)
     thresholds = np.concatenate([values[:1] - 1, values[:-1] / 2 + values[1:] / 2])
 
-    def at_most(numbers: Array) -> Array:
-        return np.searchsorted(np.sort(numbers, axis=None), thresholds, side="right")
+    def above(numbers: Array) -> Array:
+        return numbers.size - np.searchsorted(np.sort(numbers, axis=None), thresholds, side="right")
 
-    right = labels.sum() - at_most(scores[labels])
-    f1 = 2 * right / (scores.size - at_most(scores) + labels.sum())
+    right = (labels & always).sum() + above(scores[labels & ~always])
+    f1 = 2 * right / (always.sum() + above(scores[~always]) + labels.sum())
     # A set is exact if the threshold is at least its highest false score and below its lowest true score.
-    lowest = np.where(labels, scores, np.inf).min(axis=1)
-    highest = np.where(labels, -np.inf, scores).max(axis=1)
-    possible = highest < lowest
-    exact = (at_most(highest[possible]) - at_most(lowest[possible])) / len(labels)
-    return float(thresholds[(f1 + exact).argmax()])
+    lowest = np.where(labels & ~always, scores, np.inf).min(axis=1)
+    highest = np.where(labels | always, -np.inf, scores).max(axis=1)
+    possible = (highest < lowest) & ~(always & ~labels).any(axis=1)
+    exact = (above(lowest[possible]) - above(highest[possible])) / len(labels)
+    return Rule(float(thresholds[(f1 + exact).argmax()]), least)
 
 
 def _features(training: LabeledRows, tuned: bool) -> Callable[[LabeledRows], Matrix]:

@@ -317,7 +317,7 @@ class OwnDataSettings:
     """
 
     data: Path | None = None
-    """The data directory, as described in docs/own-data.md; by default `$TORCHLML_DATA`."""
+    """The data directory, as described in results/own-data/README.md; by default `$TORCHLML_DATA`."""
     csv: Path = Path("own-data.csv")
     """CSV file for the results; comparisons that it already contains are not repeated."""
     sets: tuple[str, ...] = ("bibtex", "corel5k", "delicious", "goemotions")
@@ -335,6 +335,6 @@ class OwnDataSettings:
         "napkinXC",
         "napkinXC, tuned",
     )
-    """The methods to compare; tuned methods select C and a threshold on validation samples."""
+    """The methods to compare; tuned methods select C and a rule for label sets on validation samples."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds; each seed selects the training samples and initializes the network of torchlml."""
