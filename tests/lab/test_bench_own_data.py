@@ -17,7 +17,14 @@ from tests.support.command_lines import rejected
 from tests.support.tagged_texts import tagged_texts
 from torchlml_lab import cli
 from torchlml_lab.bench import own_data
-from torchlml_lab.bench.own_data_methods import METHODS, Method, Prediction, Problem, Rule, best_rule
+from torchlml_lab.bench.own_data_methods import (
+    METHODS,
+    Method,
+    Prediction,
+    Problem,
+    best_rule,
+    best_threshold,
+)
 from torchlml_lab.data.labeled_rows import Columns, LabeledRows, label_matrix
 
 RESULTS = Path(__file__).parents[2] / "results" / "own-data"
@@ -79,13 +86,14 @@ def test_metrics_match_their_definitions(monkeypatch):
     assert row.ndcg5 == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_other_rule_has_better_sets(seed):
+def test_no_other_threshold_has_better_sets(seed, least):
     random = np.random.default_rng(seed)
-    labels = random.random((20, 6)) < (0.2 if seed % 2 else 0.4)
+    labels = random.random((20, 6)) < 0.3
     scores = (labels + random.normal(size=labels.shape)).astype(np.float32).round(1)  # with ties
 
-    def quality(threshold, least):
+    def quality(threshold):
         sets = scores > threshold
         for row, values in enumerate(scores.tolist()):
             for j in sorted(range(6), key=lambda j: -values[j])[:least]:
@@ -93,11 +101,25 @@ def test_no_other_rule_has_better_sets(seed):
         f1 = 2 * (sets & labels).sum() / (sets.sum() + labels.sum())
         return f1 + (sets == labels).all(axis=1).mean()
 
-    k = max(1, round(labels.sum() / 20))
-    tried = [(t, least) for t in np.arange(-5, 5, 0.05) for least in (0, 1)] + [(np.inf, k)]
-    found = best_rule(scores, labels)
-    assert quality(*found) == pytest.approx(max(quality(*one) for one in tried), abs=1e-12)
-    assert isinstance(found, Rule)
+    found = best_threshold(scores, labels, least)
+    best = max(quality(threshold) for threshold in np.arange(-5, 5, 0.05))
+    assert quality(found.threshold) == pytest.approx(best, abs=1e-12)
+    assert found.least == least
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels", "least"),
+    [
+        # A threshold is enough. The other two cases have scores on a different scale in each row.
+        ([[2, 1, -1], [1, -1, -2]], [[1, 1, 0], [1, 0, 0]], 0),
+        ([[-5, -6, -7], [5, 4, -4]], [[1, 0, 0], [1, 1, 0]], 1),
+        ([[-5, -6, -7], [5, 4, -4]], [[1, 1, 0], [1, 1, 0]], 2),
+    ],
+)
+def test_the_best_rule_is_chosen(scores, labels, least):
+    rule = best_rule(np.array(scores, dtype=np.float32), np.array(labels, dtype=bool))
+    assert rule.least == least
+    assert rule.sets(np.array(scores)).tolist() == np.array(labels, dtype=bool).tolist()
 
 
 @pytest.fixture

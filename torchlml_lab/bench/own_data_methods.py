@@ -129,7 +129,7 @@ def best_rule(scores: Array, labels: Array) -> Rule:
     """Choose the rule with the highest sum of micro-F1 and exact sets, the criterion of torchlml's own rules.
 
     The candidates are the best threshold, the best threshold with at least one label for each sample, and
-    the k best labels, where k is the mean number of labels.
+    the k best labels, where k is the rounded mean number of labels.
 
     >>> scores = np.array([[0.9, 0.2], [0.6, 0.4]])
     >>> best_rule(scores, np.array([[True, False], [True, False]]))
