@@ -1,7 +1,7 @@
-"""Validate `x`, `k`, `mask` and `offsets`, and convert them to the form that the operators take.
+"""Validate `x`, `k`, `mask` and `offsets`, and convert them to the form that the operators expect.
 
-All argument validation happens here, before any computation. The values of `k` and `offsets` are checked only
-in eager calls on the CPU: reading them elsewhere would synchronize the device or break a trace.
+All validation of these arguments happens here, before any computation. The values of `k` and `offsets` are
+checked only in eager calls on the CPU: reading them elsewhere would synchronize the device or break a trace.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _LARGEST = sys.float_info.max  # a larger int cannot be converted to a float
 
 
 class Canonical(NamedTuple):
-    """Arguments in the form that the operators take, and the original shape."""
+    """Validated arguments in the form that the operators expect, and the original shape."""
 
     x: Tensor  # (R, n), or (N,) with offsets
     k: Tensor  # 0-d or (R,)
     mask: Tensor | None  # bool, with the shape of x
     offsets: Tensor | None  # (R + 1,)
-    outer: torch.Size | None  # the shape with `dim` moved to the end; None if x is unchanged
-    jagged: Jagged | None = None  # the layout of a nested tensor; the other fields then describe its values
+    outer: torch.Size | None  # the original shape with `dim` moved to the end, or None if x was not reshaped
+    jagged: Jagged | None = None  # the layout of a nested input; `x` then contains its values
 
     @property
     def row_shape(self) -> torch.Size:
@@ -70,7 +70,7 @@ def canonical(
     nested: bool = False,
     sharded: bool = False,
 ) -> Canonical:
-    """Validate the arguments of the projection and convert them to the form that the operators take.
+    """Validate the arguments of the projection and convert them to the form that the operators expect.
 
     With `any_k`, k may exceed the length of a row. With `nested`, x may be a nested tensor. With `sharded`, x
     contains only part of each row, because the rows are sharded across processes. `name` is the name of x in
@@ -195,7 +195,7 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
     check_tensor(offsets, "offsets", x, f"`{name}`")
     if offsets.dim() != 1 or offsets.shape[0] == 0:
         raise ValueError(
-            "`offsets` must be a 1-d tensor with one more number than there are rows, "
+            "`offsets` must be a 1-d tensor with one more entry than there are rows, "
             f"but its shape is {tuple(offsets.shape)}."
         )
     if readable(offsets):
@@ -296,7 +296,7 @@ def is_eager() -> bool:
 
 
 def is_plain() -> bool:
-    """Whether no `torch.func` transform and no forward-mode level is active."""
+    """Whether neither a `torch.func` transform nor forward-mode differentiation is active."""
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
@@ -312,19 +312,19 @@ def is_sharded(x: Any, group: Any = None) -> bool:
 
 def _scalar(k: Any, device: str) -> Tensor:
     if not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
-        k = float(k)  # a fraction or a NumPy number
+        k = float(k)  # a Fraction or a NumPy scalar
     # Use the CPU, regardless of the default device: a 0-d CPU tensor works with tensors on any device.
     return torch.scalar_tensor(k, dtype=wide_dtype(torch.device(device)), device="cpu")
 
 
 @functools.lru_cache(maxsize=256)
 def cached_scalar(k: Any, device: str) -> Tensor:
-    """Return `k` as a cached tensor, in the wide dtype that computations use on a device type."""
+    """Return `k` as a cached 0-d tensor in the wide dtype of a device type."""
     # A tensor created in inference mode cannot be saved for the backward pass of a later call.
     with torch.inference_mode(False):
         return _scalar(k, device)
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is enabled for a device type. For "meta", which torch would reject, it is False."""
+    """Whether autocast is enabled for a device type. It is False for "meta", which torch would reject."""
     return device != "meta" and torch.is_autocast_enabled(device)

@@ -1,10 +1,11 @@
-"""Code shared by the two constrained projections: arguments, operators, and rows that need no solver.
+"""Code shared by `constrained_softmax` and `constrained_sparsemax`.
 
-Both project a row onto {0 <= y <= upper, sum(y) = k}. The result is y = clip(f(x + nu), 0, upper), where f is
-the exponential or the identity. `upper` is the cap on an entry, and an entry at its cap is called saturated.
-Given the set of saturated entries, there is an explicit formula for nu in terms of the other entries. An
-operator finds the set, which is a constant for autograd. Differentiating the formula then gives exact
-derivatives of every order.
+Both functions project a row onto {0 <= y <= upper, sum(y) = k}. The result is y = clip(f(x + nu), 0, upper),
+where f is the exponential or the identity. `upper` is the cap on an entry, and an entry at its cap is called
+saturated. Given the set of saturated entries, there is an explicit formula for nu in terms of the other
+entries. An operator finds the set, which is a constant for autograd. Differentiating the formula then gives
+exact derivatives of every order.
+
 Calls without function transforms use separate operators with explicit gradients.
 
 The pure PyTorch version computes in double precision and rounds once, at the end.
@@ -36,8 +37,8 @@ class ConstrainedProjection:
         name: the prefix of the operator names NAME_forward, NAME_backward and NAME_dual.
         solve: a function of x, k (R,), upper (0-d, or with the shape of x) and offsets. The first three are
             in the wide dtype. x is -inf for absent entries and +inf for entries known to be saturated. Every
-            row has 0 < k < sum(upper) and a finite entry, or is empty. The function returns nu as a pair
-            (2, R).
+            row has 0 < k < sum(upper) and a finite entry, or is empty. The function returns nu with shape
+            (2, R), as `pair` does.
         values: a function that computes y from `CappedRows` with differentiable operations.
         moves: a function that returns dy/dz for each entry of `CappedRows`, and a mask of the saturated
             entries.
@@ -88,7 +89,7 @@ class ConstrainedProjection:
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return y and nu. nu is -inf if all entries are 0, +inf if all are saturated, NaN if y is NaN."""
+        """Return y and nu, which is -inf if all y are 0, +inf if all are saturated, and NaN if y is NaN."""
         r = CappedRows(self._solve, *arguments)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
@@ -98,7 +99,7 @@ class ConstrainedProjection:
     def reference_backward(
         self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, nu: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients for x, k and upper. The last is summed over each row if upper is 0-d.
+        """Return the gradients for x, k and upper. If upper is 0-d, its gradient is summed over each row.
 
         The differential of y is dy = weight * (dx + dnu) + saturated * dupper, where dnu is determined by
         sum(dy) = dk.
@@ -243,7 +244,7 @@ def read(
 
 
 def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
-    """Raise an error if the caps of a row sum to less than k, beyond rounding errors."""
+    """Raise an error if the caps of a row sum to less than k by more than rounding errors."""
     dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else room.dtype
     # Tolerate rounding errors: if the caller passes upper = k / n, rounded to the dtype of `upper`, the caps
     # may sum to slightly less than k.

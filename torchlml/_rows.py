@@ -4,9 +4,10 @@ Code that works on rows is written once, in terms of sums over each row and of b
 to the entries. This is the bottom layer of the library: it imports only torch.
 
 Nested tensors with the layout `torch.jagged` are converted to values and offsets, and results are converted
-back. If the label dimension is ragged, (B, j), the rows form a ragged batch: values and offsets. If the
-number of rows is ragged and each row has n labels, (B, j, n), the values are dense rows. Results share the
-offsets of the input, because torch combines only nested tensors with the same offsets.
+back. In a nested tensor of shape (B, j), the label dimension j is ragged, and the rows form a ragged batch.
+In a nested tensor of shape (B, j, n), the number of rows j is ragged, and the values are dense rows of n
+labels. Results share the offsets of the input, because torch can combine nested tensors only if they have the
+same offsets.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class PackedRows:
         return torch.segment_reduce(t, "max", offsets=self.offsets, initial=-torch.inf, unsafe=True)
 
     def broadcast(self, per_row: Tensor) -> Tensor:
-        """Repeat the number of each row for each of its entries."""
+        """Expand one number per row to one number per entry."""
         return per_row[self.index]
 
     def order(self, x: Tensor) -> Tensor:
@@ -198,11 +199,11 @@ Plain = tuple[Tensor, Any, int, Tensor | None, Tensor | None]
 
 
 class Jagged(NamedTuple):
-    """The nested input tensor, and the dimension of its labels."""
+    """A nested input tensor and the position of its label dimension."""
 
     like: Any  # a NestedTensor, typed as Any because torch does not declare its methods
     name: str
-    dim: int  # the dimension of the labels in the values
+    dim: int  # the label dimension of `like.values()`
 
     @property
     def ragged(self) -> int:
@@ -248,7 +249,7 @@ class Jagged(NamedTuple):
     def places(self, target: Any, ignore_index: int, may_read: bool) -> Tensor:
         """Convert label indices within ragged rows to indices into all values.
 
-        `ignore_index` becomes -1. A label outside its row becomes an index past the end.
+        `ignore_index` becomes -1. A label outside its row becomes an index past the end of the values.
         """
         offsets = self.like.offsets()
         if target.is_nested:

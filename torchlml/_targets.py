@@ -1,4 +1,4 @@
-"""Targets of the losses and metrics: the labels of each row, converted from any accepted format.
+"""Convert the targets of losses and metrics from any accepted format to the labels of each row.
 
 The accepted formats are those of `lml_loss`. An integer target with the shape of the logits raises an error:
 it is far more likely to be multi-hot than a padded list that happens to have n columns, and on a GPU or
@@ -27,8 +27,8 @@ class Labels(NamedTuple):
 
     Exactly one of `listed` and `observed` is not None. `listed` has shape (R, L) and contains classes. With
     offsets, it has shape (P,) and contains indices into the values in ascending order, and the labels of row
-    i are `listed[starts[i]:starts[i + 1]]`. It contains every label once; negative values are padding.
-    `observed` is a bool tensor with the shape of the logits. `weight` has the shape of `listed` or
+    i are `listed[starts[i]:starts[i + 1]]`. `listed` contains every label once, and negative values are
+    padding. `observed` is a bool tensor with the shape of the logits. `weight` has the shape of `listed` or
     `observed`, whichever is not None. If `weight` is None, every label has weight 1.
     """
 
@@ -87,7 +87,7 @@ class TargetRows:
     """The validated target of dense rows, for losses that read a few rows at a time.
 
     A multi-hot target is stored unchanged, and only the rows being read are converted: the whole converted
-    target with its weights would take as much memory as all logits.
+    target with its weights would take as much memory as the logits of the whole batch.
     """
 
     listed: Labels | None
@@ -205,7 +205,7 @@ def _values(c: Canonical, target: Any) -> Tensor:
 
 
 def _lists_labels(c: Canonical, target: Any) -> bool:
-    """Whether the target of ragged rows lists labels: one or more integers per row, or nested lists."""
+    """Whether a target of ragged rows lists labels, as one or more integers per row or as a nested tensor."""
     if c.offsets is None or not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.uint8):
         return False
     if not target.is_nested:
@@ -269,7 +269,7 @@ def _raise_ambiguous(target: Tensor) -> NoReturn:
 
 
 def _negative(target: Tensor, ignore_index: int) -> Tensor:
-    """Replace `ignore_index` with -1, unless it is already negative, as it usually is."""
+    """Replace `ignore_index` with -1 if it is not negative."""
     return target if ignore_index < 0 else torch.where(target == ignore_index, -1, target)
 
 
@@ -283,7 +283,7 @@ def _check_multi_hot(c: Canonical, target: Tensor) -> None:
     expected = c.x.shape if c.offsets is not None else torch.Size([*c.row_shape, c.x.shape[-1]])
     if target.shape != expected:
         raise ValueError(
-            f"A multi-hot `target` ({target.dtype}) must have the logits' shape {tuple(expected)}, "
+            f"A multi-hot `target` ({target.dtype}) must have the shape of the logits, {tuple(expected)}, "
             f"but it has shape {tuple(target.shape)}."
         )
     if target.is_floating_point():

@@ -1,4 +1,4 @@
-"""The two-sided projection: k entries per row and a capacity for each column.
+"""The two-sided projection, in which each row sums to k and each column sums to its capacity.
 
 A call solves a batch of problems, or one problem whose rows are sharded across processes.
 """
@@ -32,7 +32,7 @@ def balanced_lml(
     start: Tensor | None = None,
     group: Any = None,
 ) -> Tensor:
-    """Project logits onto the matrices in the unit cube whose rows sum to k and columns sum to `capacity`.
+    """Project logits onto the matrices with entries in [0, 1], row sums k and column sums `capacity`.
 
         >>> x = torch.tensor([[2.0, 0.0, -1.0], [2.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
         >>> y = torchlml.balanced_lml(x, 1)
@@ -40,7 +40,7 @@ def balanced_lml(
         (tensor([1., 1., 1.]), tensor([1., 1., 1.]))
 
     Args:
-        x: logits of shape (..., rows, columns). Leading dimensions are independent problems.
+        x: logits of shape (..., rows, columns). Leading dimensions index independent problems.
         k: the sum of each row: a number, or a tensor that broadcasts to (..., rows). It may be fractional.
         capacity: the sum of each column: a number, or a tensor that broadcasts to (..., columns). By default,
             all columns of a problem get an equal share of the total of `k`.
@@ -59,8 +59,8 @@ def balanced_lml(
 
     Y maximizes sum(x * Y) + H(Y) under these constraints, where H is the binary entropy. The solution is
     y_ij = sigmoid(x_ij + nu_i + mu_j) with one number nu_i per row and one number mu_j per column. The
-    relative error of the column sums is at most 1e-9 in float64 and 1e-4 in float32; half-precision inputs
-    are converted to float32. The first derivatives with respect to `x`, `k` and `capacity` are exact. The
+    relative error of the column sums is at most 1e-9 in float64 and 1e-4 in float32. Half-precision inputs
+    are computed in float32. The first derivatives with respect to `x`, `k` and `capacity` are exact. The
     backward pass solves a linear system with one unknown per column.
 
     With `bound="exactly"`, `k` and `capacity` must have the same total up to a relative difference of 1e-5.
@@ -105,7 +105,7 @@ def balanced_lml_dual(
 
 
 class Balanced(NamedTuple):
-    """Y and the multipliers nu and mu. nu is empty unless it was requested."""
+    """The result of `balanced`: Y and the multipliers nu and mu. nu is empty unless it was requested."""
 
     y: Tensor
     nu: Tensor

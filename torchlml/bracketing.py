@@ -1,4 +1,4 @@
-"""Algorithm 1 of Amos, Koltun and Kolter (2019), which narrows a bracket with d samples per iteration."""
+"""Algorithm 1 of Amos, Koltun and Kolter (2019), which evaluates d points per iteration to bracket nu."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def lml_bracketing(
         >>> torch.sigmoid(x + nu)
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
-    Use `torchlml.lml_dual` for everything else: it returns the same result and is much faster.
+    For all other purposes, use `torchlml.lml_dual`, which returns the same result and is much faster.
 
     Args:
         x, k, dim, mask, offsets: as for `torchlml.lml`.
         samples: the number of points evaluated in each iteration (d in the paper), at least 3. The defaults
             are those of the paper: 10 on a CPU and 100 on other devices.
-        tolerance: the width of the bracket at which the search in a row stops. The default is twice the
-            machine epsilon.
+        tolerance: the bracket width at which the search stops. The brackets of all rows must be at most this
+            wide. The default is twice the machine epsilon.
         max_iterations: the maximum number of iterations.
 
     Returns:

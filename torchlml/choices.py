@@ -29,9 +29,9 @@ def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None 
         mask: a bool tensor that broadcasts to the shape of `x`, with True for entries that may be chosen.
 
     Returns:
-        The choice, with the shape and dtype of `x`. Each row has exactly k ones. If a row has fewer than k
-        available entries (neither masked nor -inf), all of them are ones. Among tied entries, those with
-        lower indices are chosen first.
+        A tensor of zeros and ones with the shape and dtype of `x`. Each row has exactly k ones. If a row has
+        fewer than k available entries (neither masked nor -inf), all of them are ones. Among tied entries,
+        those with lower indices are chosen first.
 
     The gradient is straight-through: all derivatives are those of lml(x, k). A NaN makes its whole row NaN.
     """
@@ -65,11 +65,12 @@ def sample_subset(
         k ones. If a row has fewer than k available entries, all of them are ones. A NaN makes its whole row
         NaN.
 
-    The method is systematic sampling in random order (Goodman and Kish, 1950). The probabilities of a row are
-    laid end to end in a random order (six random bits per entry), and u is drawn uniformly from [0, 1). The
-    sample consists of the entries that cover one of the points u, u + 1, u + 2, ... This design gives each
-    entry its exact marginal probability, but it does not control the joint probabilities of pairs and larger
-    sets. Entries are not sampled independently.
+    The method is systematic sampling in random order (Goodman and Kish, 1950). Each entry of a row is
+    represented by an interval whose length is its probability. The intervals are laid end to end in a random
+    order (six random bits per entry), and u is drawn uniformly from [0, 1). The sample consists of the
+    entries whose intervals contain one of the points u, u + 1, u + 2, ... This design gives each entry its
+    exact marginal probability, but it does not control the joint probabilities of pairs and larger sets.
+    Entries are not sampled independently.
     """
     c = canonical(x, k, dim, mask, None)
     _check_whole(k, c)
@@ -138,7 +139,7 @@ def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
     x, k = c.x.detach(), c.k.detach()
     # In half precision, the rounded probabilities would not sum to k.
     y = rule.lml(x.to(work_dtype(x.dtype)), k, c.mask, None)
-    # torch.compile fails on the argument `generator` with a dynamic number of rows, even if it is None.
+    # With a dynamic number of rows, torch.compile fails if `generator` is passed, even if it is None.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
     keys = _random_bytes(x, source)
     start = torch.rand(x.shape[0], dtype=k.dtype, device=x.device, **source)
@@ -146,7 +147,7 @@ def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
 
 
 def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
-    """Return one random byte per entry; sorting by these bytes shuffles the row."""
+    """Return one random byte per entry. Sorting a row by these bytes shuffles it."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if traced or not is_plain():
         # torch.compile and vmap do not support the in-place random operation below.

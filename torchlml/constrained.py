@@ -133,11 +133,12 @@ class _Caps(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The state of a row at a given nu: its saturated entries, their number, and the remaining part of k.
+    """The state of each row at a given nu.
 
-    At the root, the free entries sum to `rest`, which is k minus the caps of the saturated entries. At this
-    nu, they sum to `filled`, which is computed as a difference of sums. If `filled` is small compared with k,
-    it has few correct digits, and the row is flagged as `vague`.
+    The caps of the `saturated` entries, whose count is `number`, sum to `taken`. At the root, the free
+    entries sum to `rest`, which is k minus `taken`. At this nu, they sum to `filled`, which is computed as a
+    difference of sums. If `filled` is small compared with k, it has few correct digits, and the row is
+    flagged as `vague`.
     """
 
     z: Tensor
@@ -161,7 +162,7 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
-    # No entry exceeds k, so a cap of 2 * k has no effect, and it is finite.
+    # Limit the caps to 2 * k, which is finite. This has no effect, because no entry exceeds k.
     cap = torch.minimum(upper, rows.broadcast(2 * k))
     caps = _Caps(cap, cap.log(), _edge(cap.log()))
     # Start from the nu of `lml`, because a sigmoid far below its cap is also close to an exponential.
@@ -182,7 +183,8 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
         previous, count = count, sums.number
         root, step = _step_to_root(x, nu, sums, busy, rows)
         small = 4 * torch.finfo(x.dtype).eps * (1 + sums.taken / torch.maximum(sums.filled, _VAGUE * k))
-        # The sets are nested, so sets of equal size are equal. If the set did not change, its root is exact.
+        # The sets are nested, so sets of equal size are identical. If the set did not change, its root is
+        # exact.
         busy = busy & ~((rooted & (count == previous)) | (step.abs() <= small))
         if not bool(busy.any()):
             break
@@ -300,16 +302,16 @@ def _sparsemax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
 def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
     """Find nu for every row by Newton's method on a piecewise linear function.
 
-    A step is exact once it no longer changes which entries are at 0 and which are at their caps; there are
-    finitely many such sets. Where the function is flat, nu moves to the point at which the next entry leaves
-    its bound. If a step would leave the proven bracket, the bracket is bisected instead. After many passes,
-    every second pass bisects. See `_capped.ConstrainedProjection` for the arguments.
+    A step is exact once it no longer changes which entries are at 0 and which are at their caps. There are
+    only finitely many such sets. Where the function is flat, nu moves to the point at which the next entry
+    leaves its bound. If a step would leave the proven bracket, the bracket is bisected instead. After many
+    passes, every second pass bisects. See `_capped.ConstrainedProjection` for the arguments.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
     epsilon = torch.finfo(x.dtype).eps
-    # No entry exceeds k, so a cap of 2 * k has no effect, and it is finite.
+    # Limit the caps to 2 * k, which is finite. This has no effect, because no entry exceeds k.
     limit = torch.minimum(upper, rows.broadcast(2 * k))
     # Start from the nu of `lml` with steeper sigmoids: sigmoid(4 * z) is close to clip(z + 1/2, 0, 1).
     unit = mean_cap(k, upper, rows)
@@ -329,7 +331,7 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
         excess = rows.sum(torch.minimum(z.clamp(min=0), limit)) - k
         saturated, positive = z > limit, z >= 0
         previous, counts = counts, torch.stack([rows.sum(saturated), rows.sum(positive)])
-        # The sets are nested, so sets of equal size are equal. If the sets did not change, their root is
+        # The sets are nested, so sets of equal size are identical. If the sets did not change, their root is
         # exact.
         repeated = (counts == previous).all(0)
         busy = busy & (excess.abs() > 4 * epsilon * k) & ~(whole & repeated)

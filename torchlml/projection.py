@@ -26,7 +26,7 @@ def lml(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """Project each row of logits onto the points of the unit cube that sum to k (softmax rows sum to 1).
+    """Project each row of logits onto the vectors with entries in [0, 1] that sum to k.
 
         >>> torchlml.lml(torch.tensor([2.0, 1.0, 0.0, -1.0]), 2)
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
@@ -46,19 +46,19 @@ def lml(
             `sigmoid(x)` that already satisfies the limit is returned unchanged. With "at_most", k may exceed
             the number of entries.
         group: the processes across which the entries of each row are sharded, as a ProcessGroup or a
-            one-dimensional DeviceMesh. `x` and `mask` contain the shards of this process, in rank order. All
-            other arguments must be the same on every process. If `x` is a DTensor, no group is needed, and
-            the result is also a DTensor.
+            one-dimensional DeviceMesh. `x` and `mask` contain only the shards of this process, and the ranks
+            determine the order of the shards. All other arguments must be the same on every process. If `x`
+            is a DTensor, no group is needed, and the result is also a DTensor.
 
     Returns:
-        y, with the shape and dtype of `x`.
+        y, with the shape and dtype of `x`. Under autocast, half-precision inputs give a float32 result.
 
     y maximizes dot(x, y) + H(y), where H is the binary entropy, subject to 0 <= y <= 1 and sum(y) = k. The
     solution is y = sigmoid(x + nu) with one number nu per row. Its derivatives are
     dy/dx = diag(w) - outer(w, w) / sum(w) and dy/dk = w / sum(w), where w = y * (1 - y). lml(x, 1) is close
     to softmax(x), but not equal to it.
 
-    Entries that are masked or -inf get 0; all other entries are available. If at most k entries are
+    An entry is available unless it is masked or -inf. Unavailable entries get 0. If at most k entries are
     available, each of them gets 1. If p entries are +inf, each of them gets 1, or k/p if p > k. These values
     are limits of the solution. A NaN makes its whole row NaN.
     """
@@ -127,7 +127,7 @@ def lml_dual(
         is -inf if k = 0 and +inf if at most k entries are available. With `bound` "at_most" or "at_least", it
         is 0 for rows that already satisfy the limit.
 
-    -nu is a threshold: `lml` is greater than 1/2 for entries of `x` above it.
+    -nu acts as a threshold: `lml` is above 1/2 for the entries of `x` that exceed -nu.
     """
     if is_sharded(x, group):
         from torchlml._distributed.projection import project
@@ -270,9 +270,9 @@ def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Te
 
 
 def _fill_value(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, rows: Rows) -> Tensor:
-    """Fill in the limits where the formula does not apply.
+    """Fill in the limit of the value where the formula does not apply.
 
-    It does not apply if k = 0, if at most k entries are available, or if an entry is +inf.
+    The formula does not apply if k = 0, if at most k entries are available, or if an entry is +inf.
     """
     available = x != -torch.inf
     value = torch.where(hi == torch.inf, rows.sum(torch.where(available, x, 0)), value)

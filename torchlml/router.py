@@ -17,7 +17,7 @@ from torchlml.projection import lml
 class Routing(NamedTuple):
     """The weights and indices of the experts chosen for each token, and the bias `mu` of every expert.
 
-    The weights and indices have shape (..., k).
+    The weights and indices have shape (..., k), and `mu` has shape (num_experts,).
     """
 
     weights: Tensor
@@ -40,10 +40,9 @@ class TopKRouter(nn.Module):
         normalize: whether the weights of a token are scaled to sum to 1. Otherwise, each weight is between 0
             and 1.
         decay: the fraction of the stored bias that each training step keeps, at least 0 and less than 1.
-        capacity_factor: limits the number of assignments per expert in training to this factor times an equal
-            share of this process's assignments, rounded up. If an expert exceeds the limit, its assignments
-            with the smallest weights are dropped: their weights become 0. By default, no assignment is
-            dropped.
+        capacity_factor: the maximum number of tokens per expert in training, relative to a perfectly balanced
+            load on this process. The maximum is rounded up. If an expert exceeds it, its assignments with the
+            smallest weights are dropped: their weights become 0. By default, no assignment is dropped.
         group: the data-parallel processes. The load is balanced over the tokens of all these processes. By
             default, each process balances its own tokens.
 
@@ -52,10 +51,10 @@ class TopKRouter(nn.Module):
     The weights have the exact gradient of the two-sided projection. The buffer `bias` stores an exponential
     moving average of mu, which is also the initial guess for the next step.
 
-    In evaluation mode, the router is causal: the stored bias replaces mu, and `lml` gives the weights. The
-    routing of a token then does not depend on the other tokens in its batch.
+    In evaluation mode, the router is causal: the stored bias replaces mu, and `lml` computes the weights.
+    The routing of a token then does not depend on the other tokens in its batch.
 
-    `forward` takes logits of shape (..., num_experts), where all leading dimensions are tokens. The keyword
+    `forward` takes logits of shape (..., num_experts), where the leading dimensions index tokens. The keyword
     argument `mask` is a bool tensor with the shape of the leading dimensions. It is False for padding.
     Padding tokens have weights of 0, and their indices are meaningless.
     """
@@ -138,7 +137,7 @@ class TopKRouter(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move or cast the module, but keep the bias in float32 or wider, so that updates are not lost."""
+        """Move or cast the module, but keep the bias in float32 or wider, so that no update is lost."""
         before = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype in (torch.bfloat16, torch.float16):

@@ -32,8 +32,9 @@ from torchlml._rows import work_dtype
 from torchlml._targets import read_target_rows
 
 RowLoss = Callable[[Tensor, Tensor, slice, bool], Tensor]
-"""(logits of some rows, their k, the slice of these rows in the batch, whether the backward pass may
-overwrite the logits with their gradient) -> one loss for each of these rows."""
+"""A function that computes one loss for each row of a chunk. Its arguments are the logits of these rows,
+their k, the slice of the batch that they come from, and whether the backward pass may overwrite the logits
+with their gradient."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -125,7 +126,7 @@ class _Work(NamedTuple):
 
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limit: int) -> None:
-    """Raise unless weight and bias form a linear layer that accepts the input, and the limit is valid."""
+    """Check that weight and bias form a linear layer that accepts the input, and that the limit is valid."""
     given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, t in given.items():
         check_tensor(t, name)
@@ -336,7 +337,7 @@ def _even(rows: int, most: int) -> int:
 
 
 class _Logits:
-    """The logits of one chunk at a time, always in the same buffer, as freed memory is not always reused."""
+    """Compute the logits of one chunk at a time, in one buffer, because freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         # Cast the weight as autocast would, but only once instead of for every chunk.

@@ -114,9 +114,9 @@ class SolvedRows:
 def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]:
     """Turn a function of `SolvedRows` into a function of canonical arguments and `solve`, which computes nu.
 
-    A single dense row is computed as two equal rows. torch splits one row across threads and uses different
-    instructions for the remainder of each part, so the last bits of the result would depend on the number of
-    threads.
+    A single dense row is computed as two identical rows. torch splits one row across threads and uses
+    different instructions for the remainder of each part, so the last bits of the result would depend on the
+    number of threads.
     """
 
     @functools.wraps(result)

@@ -1,7 +1,8 @@
 """The LML loss with an explicit backward pass, and the reductions shared by all losses.
 
 The arguments are in the canonical form that `_arguments.py` produces. The operators `loss_forward` and
-`loss_backward` process all rows at once and store no intermediate tensor as large as the logits.
+`loss_backward` process all rows at once. No intermediate tensor as large as the logits is saved for the
+backward pass.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ for second derivatives, `implicit.py` computes the same values. (In torch 2.13, 
 must never occur.)
 
 `LML`, `LOG_LML` and `LML_DUAL` map each bound on the sum to a function of canonical rows (x, k, mask,
-offsets). In the dual, a bound is a clamp: nu = min(nu*, 0) for at most k and max(nu*, 0) for at least k,
-where nu* makes the sum exactly k. A row with nu = 0 is called free: its y is sigmoid(x) and does not depend
-on k.
+offsets). In the dual problem, an inequality bound clamps nu: it is min(nu*, 0) for at most k and max(nu*, 0)
+for at least k, where nu* makes the sum exactly k. A row with nu = 0 is called free: its y is sigmoid(x) and
+does not depend on k.
 
 `fast_lml` is a fast path for the most common call to `lml`: eager, with a float32 or float64 matrix on the
 CPU, a plain number k and no other arguments. For a 256 x 100 matrix, general argument handling and the
@@ -300,7 +300,7 @@ def fast_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
 
 
 class _FastApply(torch.autograd.Function):
-    """The rule `lml`, with a gradient only for x."""
+    """The same function as the rule `lml`, with a gradient for x only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The two-sided projection of one matrix, which fixes row sums and column sums, and its derivative.
 
-This module removes the columns whose entries are known in advance; `solve.py` finds the multipliers of the
+This module removes the columns whose entries are known in advance. `solve.py` finds the multipliers of the
 other columns.
 """
 
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The sizes of a problem. Each list has one number for each process that holds some of the rows."""
+    """Properties of a problem over all processes that hold its rows. Each list has one entry per process."""
 
     rows: list[int]
     totals: list[float]  # the sums of k
@@ -89,7 +89,7 @@ class _Project(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         # If y rounds to 1, y * (1 - y) is 0. This error is negligible in the gradient with respect to x. But
         # if all entries of a row are close to 0 or 1, the derivatives of the multipliers and the derivatives
-        # with respect to k depend on these small weights, and the backward pass recomputes them from nu.
+        # with respect to k depend on these small weights, so the backward pass recomputes them from nu.
         accurate = s.dual or any(ctx.needs_input_grad[1:3])
         known, point = _solve(x.contiguous(), k, capacity, s)
         mu, y = point.mu, point.weights.y
@@ -150,7 +150,7 @@ class _Known(NamedTuple):
     problem: Problem
     empty: Tensor | None = None  # (n,) bool: columns with a capacity of 0
     full: Tensor | None = None  # (n,) bool: columns that need all of their available rows
-    ones: Tensor | None = None  # (R, n) bool: entries of full columns
+    ones: Tensor | None = None  # (R, n) bool: the available entries of full columns, which are 1
 
 
 def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings, present: Tensor | None) -> _Known:

@@ -128,8 +128,8 @@ def dense_solve(
 ) -> Tensor:
     """Solve S q = rhs on the free columns from the off-diagonal part of S, by Cholesky factorization.
 
-    `noise` is the rounding error of `rhs`. It is added to the diagonal. Otherwise q would be a quotient of
-    two rounding errors in columns with negligible weights.
+    `noise` is the rounding error of `rhs`. It is added to the diagonal. Without it, q would be a quotient
+    of two rounding errors in columns with negligible weights.
 
     Each diagonal entry is the negative sum of the other entries in its row. This sum has no cancellation, so
     S keeps its relative accuracy even if it is nearly singular, which happens if groups of columns are only

@@ -1,10 +1,10 @@
 """The two-sided projection of one matrix whose rows are sharded across processes.
 
 The solver needs only a few rounds of communication. A sample of rows from all processes serves as a model
-of the matrix. Every process has the same sample and minimizes the model without communication. One round of
-communication then gives the exact column sums and their exact derivative at this point. These correct the
-model, whose minimum is the next point. The error of each point is about a tenth of the square of the previous
-error.
+of the matrix. Every process has the same sample and minimizes the objective of this model without
+communication. One round of communication then gives the exact column sums and their exact derivative at the
+minimum. They are used to correct the model, and the minimum of the corrected model is the next point. The
+error of each point is about a tenth of the square of the previous error.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def solve(problem: Problem, start: Tensor | None) -> Point:
 
 
 def finish(problem: Problem, point: Point) -> Point:
-    """Return the point if it is accurate enough. Otherwise try float64, then a path of temperatures."""
+    """Return the point if it is accurate enough. Otherwise try float64, then `follow_path`."""
     if not point.error <= problem.guarantee and problem.final.x.dtype == torch.float32:
         wide, dense = problem.cast(torch.float64), point.off_diagonal is not None
         point = newton(wide, evaluate(wide, point.mu, dense), problem.goal, 12, dense)
@@ -135,7 +135,7 @@ def finish(problem: Problem, point: Point) -> Point:
 
 
 def _start(problem: Problem, start: Tensor | None) -> Point:
-    """Return the initial point: the given start if it is close, else the better of it and a new guess."""
+    """Return the given start if it is close to the solution, else the better of the start and a new guess."""
     given = None if start is None else evaluate(problem, normalized(problem, start))
     if given is not None and given.error <= FAR:
         return given
@@ -186,10 +186,10 @@ def take_sample(problem: Problem, size: int) -> Problem:
 
 
 def spread_rows(rows: int, count: int, device: torch.device) -> Tensor:
-    """Return the indices of `count` of `rows` rows, one from each of `count` equal parts.
+    """Divide the row indices into `count` equal parts, and return one index from each part.
 
-    The position within a part changes by the golden ratio from part to part. Evenly spaced rows could all be
-    similar, such as the first tokens of sequences of equal length.
+    The position within a part advances by the golden ratio, modulo 1, from part to part. Evenly spaced rows
+    could all be similar, such as the first tokens of sequences of equal length.
     """
     part = torch.arange(count, dtype=torch.float64, device=device)
     place = (part + (part * 0.6180339887498949) % 1) * (rows / max(count, 1))
@@ -212,8 +212,8 @@ def alternate(problem: Problem, capacity: Tensor) -> Tensor:
     x = problem.x
     transposed = x.T.contiguous()
     present = (transposed > -torch.inf).sum(1)
-    # A sample may have fewer entries than its share of a capacity. The result is only a guess, so such a
-    # capacity is reduced.
+    # A column of a sample may have fewer available entries than its share of the capacity. The result is
+    # only a guess, so such a capacity is reduced.
     capacity = torch.minimum(capacity, 0.99 * present)
     mu = torch.zeros_like(capacity)
     # With "at_most", the multipliers of the full columns decrease gradually, which takes more iterations.
@@ -231,7 +231,7 @@ def alternate(problem: Problem, capacity: Tensor) -> Tensor:
 def newton(
     problem: Problem, point: Point, goal: float, most: int, dense: bool = False, careful: bool = False
 ) -> Point:
-    """Run Newton's method until the error is at most `goal`, no step helps, or `most` steps are taken."""
+    """Run at most `most` Newton steps, until the error is at most `goal` or no step helps."""
     best = point
     for _ in range(most):
         if point.error <= goal:
@@ -301,7 +301,7 @@ def _direction(problem: Problem, point: Point, target: Tensor, goal: float) -> T
 
 
 def _targets(problem: Problem, point: Point, careful: bool) -> list[Tensor]:
-    """Return target changes of the column sums, most promising first."""
+    """Return candidates for the target change of the column sums, most promising first."""
     change = -point.gradient
     if careful or point.error > 0.5:
         return [change]
@@ -317,7 +317,7 @@ def _targets(problem: Problem, point: Point, careful: bool) -> list[Tensor]:
 
 
 def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point | None:
-    """Return a point along a step that is not far past the minimum of f, or None if none was found.
+    """Return a point along a step that is not far past the minimum of f, or None if the search fails.
 
     f is convex, so a positive slope along the step shows that the point is past the minimum. The slope must
     not exceed half the magnitude of the slope at the start.
@@ -340,7 +340,7 @@ def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point 
 
 
 def follow_path(problem: Problem, goal: float) -> Point:
-    """Halve a high temperature until it is 1, and start each solve from the previous solution."""
+    """Solve at a high temperature, then halve it until it is 1, starting from the previous solution."""
     scale = min(1.0, 8.0 / max(problem.range, 1e-300))
     mu = torch.zeros_like(problem.capacity)
     while scale < 1:
@@ -352,7 +352,7 @@ def follow_path(problem: Problem, goal: float) -> Point:
 
 
 def normalized(problem: Problem, mu: Tensor) -> Tensor:
-    """Return mu in normalized form, because adding a constant to mu does not change Y.
+    """Shift mu to a normalized form. Adding a constant to mu does not change Y.
 
     With "exactly", mu gets mean 0. With "at_most", its largest entry becomes 0, which also lowers f if
     the capacities exceed the total of k.

@@ -21,14 +21,14 @@ from urllib.request import url2pathname
 import torch
 
 OLDEST = (2, 10)  # the first torch version whose stable ABI provides everything the kernel uses
-_REASON = "_absent.txt"  # written by setup.py if the kernel was not built
+_REASON = "_absent.txt"  # contains the reason if setup.py did not build the kernel
 _library: ctypes.CDLL | None = None
 _absence = "this installation does not include it"
 _warned = False
 
 
 def check_torch(version: str) -> None:
-    """Raise an error with a clear message if torch is too old, before other code fails because of it."""
+    """Raise an error if torch is too old, because later errors would not reveal the cause."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise _import_error(
@@ -79,7 +79,7 @@ def load() -> None:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
         library.torchlml_instruction_set.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:  # the file is damaged, or is for another platform or package
+    except (OSError, AttributeError) as error:  # damaged, or built for another platform or package
         _absence = f"{path.name} could not be loaded ({error})"
         if choice == "native":
             raise _import_error(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error

@@ -122,7 +122,7 @@ def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
     if any(type(place) not in (Shard, Replicate) for place in x.placements):
         raise ValueError(
             f"`{name}` must be placed as Shard or Replicate on every mesh dimension, but its placements are "
-            f"{x.placements}; redistribute it first."
+            f"{x.placements}. Redistribute it first."
         )
     if x.placements.count(Shard(dim)) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Groups of processes that the labels are sharded across: collectives, and checks that arguments match.
+"""Process groups that the labels are sharded across: collectives, and checks that arguments match.
 
 All decisions depend only on gathered numbers, which are added in rank order. All processes therefore compute
 bitwise identical results and take the same branches.
@@ -36,7 +36,7 @@ class LabelGroup(NamedTuple):
     size: int
 
     def gather(self, part: Tensor) -> Tensor:
-        """Gather the parts of all P processes into a tensor (P, ...), in one round."""
+        """Gather the parts of all P processes into a tensor (P, ...), in one round of communication."""
         part = part.contiguous()
         parts = part.new_empty((self.size, *part.shape))
         _all_gather(parts.flatten(0, 1) if part.dim() else parts, part, group=self.handle)
@@ -53,10 +53,10 @@ class LabelGroup(NamedTuple):
 
 
 class LabelSplit(NamedTuple):
-    """The number of labels on every process in a group, and the constraint on the sum."""
+    """How the labels are divided among the processes of a group, and how k constrains the sum of y."""
 
     group: LabelGroup
-    labels: list[int]
+    labels: list[int]  # the number of labels on each process
     total: int  # the number of labels on all processes together
     bound: str
 
@@ -75,14 +75,14 @@ def label_group(group: Any) -> LabelGroup:
     """Check the argument `group`, and return it with the rank of this process and the number of processes."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "`group` needs torch.distributed to be initialized: "
-            "call torch.distributed.init_process_group first."
+            "`group` requires torch.distributed to be initialized. "
+            "Call torch.distributed.init_process_group first."
         )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 "`group` must be a ProcessGroup or a one-dimensional DeviceMesh, but it is a mesh with "
-                f'{group.ndim} dimensions; select one of them, as in `mesh["labels"]`.'
+                f'{group.ndim} dimensions. Select one of them, as in `mesh["labels"]`.'
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -97,7 +97,10 @@ def label_group(group: Any) -> LabelGroup:
 
 @dataclass
 class Agreement:
-    """The message from this process to all others, and the messages from all processes in rank order."""
+    """The messages that processes exchange to check that their arguments match.
+
+    `own` is the message of this process, and `everyone` contains all messages in rank order.
+    """
 
     group: LabelGroup
     own: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +122,7 @@ class Agreement:
 
         Args:
             function: the name of the called function.
-            x, k, bound: its arguments, x as converted by `canonical`.
+            x, k, bound: the arguments of that function, with x as converted by `canonical`.
             rows: the shape of a tensor with one number per row.
             labels: the number of labels of this process.
             masked: whether k may exceed the number of labels, as it may with a mask.
@@ -168,7 +171,7 @@ def agreement(group: LabelGroup, x: Any) -> Iterator[Agreement]:
         group: the processes.
         x: a tensor on the device from which messages are sent.
 
-    If the `with` block raises an error on one process, or if the arguments differ, every process raises one.
+    If the `with` block raises an error on one process or the arguments differ, every process raises an error.
     """
     agreed = Agreement(group)
     # A meta tensor cannot carry a message, so the other processes would wait for it forever.

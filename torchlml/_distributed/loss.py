@@ -1,4 +1,4 @@
-"""The losses, and the ranking that the metrics use, with a `group` or with DTensors.
+"""The losses and the ranking for the metrics, for calls with a `group` or with DTensors.
 
 As in `projection.py`, each function unwraps the local parts of DTensors, checks that all processes pass
 matching arguments, computes the result and wraps it.
@@ -156,7 +156,7 @@ def _linear(given: LinearLMLArguments, group: LabelGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _ShardedRowLoss:
-    """The LML loss as a row loss of `chunked_linear`, with a few communication rounds per chunk."""
+    """The LML loss as a `RowLoss` for `chunked_linear`, with a few rounds of communication per chunk."""
 
     target: ShardedTarget
     mean_over_labels: bool
@@ -250,7 +250,7 @@ class ShardedTarget(NamedTuple):
 
 
 def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> dict[str, Any]:
-    """Check the target as far as one process can; return the properties that must match on all processes.
+    """Check the target as far as one process can. Return the properties that must match on all processes.
 
     `c` describes the logits of this process.
     """
@@ -356,11 +356,11 @@ class _Loss(torch.autograd.Function):
         own = torch.where(local.live[row, place], weight * torch.sigmoid(-local.z[row, place].double()), 0)
         dx.index_put_((row, place), -(g[row] * own).to(dx.dtype), accumulate=True)
         dk = torch.where(s.nu[0].isinf() | (change == 0), 0, -g * change / s.log_slope.exp())
-        # If a row has p > k entries of +inf, their log y is log(k/p), and its derivative in k is 1/k.
+        # If a row has p > k entries of +inf, their log y is log(k/p), with derivative 1/k.
         follows_k = (s.share > 0) & (s.share < 1) & (of_infinite != 0)
         dk = torch.where(follows_k, -g * of_infinite / k, dk)
         dx, dk = local.finish(dx, dk, x)
-        # A row without a label of positive weight has no gradient, even if it contains a NaN.
+        # A row without a label of nonzero weight has a zero gradient, even if it contains a NaN.
         dx = torch.where(counted.unsqueeze(-1), dx, 0)
         dk = torch.where(counted, dk, 0)
         return (dx, gradient_of_k(dk, k), *(None,) * 5)

@@ -92,7 +92,7 @@ class SolvedPart:
 
 
 def check_first_derivative() -> None:
-    """Raise an error if create_graph=True, because `once_differentiable` would silently drop the graph."""
+    """Raise an error if create_graph=True; `once_differentiable` would silently drop the graph instead."""
     if wants_graph():
         raise NotImplementedError("With `group`, second derivatives are not supported.")
 

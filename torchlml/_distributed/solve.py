@@ -1,8 +1,9 @@
-"""The dual variable nu for rows whose labels are sharded across processes.
+"""Solve for the dual variable nu of rows whose labels are sharded across processes.
 
-1. Survey, in one round. Every process solves its own part locally, for its share k * (n_p / n) of k. The
-   shares sum to k, so the root lies between the smallest and the largest local nu. If the parts are similar,
-   every local nu is close to the root. The Taylor series of all parts give an initial estimate.
+1. Survey, in one round of communication. A process with n_p of the n labels solves its own part of each row
+   for k * (n_p / n) instead of k. These targets sum to k, so the root lies between the smallest and the
+   largest local nu. If the parts are similar, every local nu is close to the root. The Taylor series of all
+   parts give an initial estimate.
 2. Evaluation, in one round per iteration. The processes add up the sums from `evaluate` at one point, or at
    several if the interval is wide, until a point is so close to the root that its Taylor series gives the
    root to machine precision.
@@ -76,9 +77,10 @@ class Solution(NamedTuple):
 
     Each field has one number per row, except that `nu` is a pair (2, R) as in `_torch/careful.py` and `marks`
     has several columns. `log_slope` is log(sum(w)). `share` is y at +inf entries, and `infinite` is their
-    number. `free` marks the rows in which nu = 0 satisfies a bound; nu is then constant. For
-    labels with weight c at finite entries, `loss` is the sum of -c * log(y), and `change` is the sum of
-    c * (1 - y). `marks` contains the numbers passed to `solve` as `marks`, summed over all processes.
+    number. `free` marks the rows in which nu = 0 satisfies an inequality bound, so that nu depends on
+    neither x nor k. For labels with weight c at finite entries, `loss` is the sum of -c * log(y), and
+    `change` is the sum of c * (1 - y). `marks` contains the numbers passed to `solve` as `marks`, summed over
+    all processes.
     """
 
     nu: Tensor
@@ -169,7 +171,7 @@ def solve(
 
 
 class _State(NamedTuple):
-    """The results, filled in for different rows at different steps; nu = base + shift."""
+    """The results, which are filled in for different rows at different steps. nu is base + shift."""
 
     base: Tensor
     shift: Tensor

@@ -1,13 +1,13 @@
-"""The entries on both sides of a row's threshold, and nu if the gap between them is wide.
+"""Find the entries on both sides of a row's threshold, and nu if the gap between them is wide.
 
 `solve.py` needs them for rows whose initial interval is wide and for rows without an entry near the
 threshold.
 
-To find the entries at two neighboring ranks, each process sorts its part and proposes 128 of its entries,
-evenly spaced by rank, together with their ranks. The proposals of all processes bound the rank of each
-proposed entry in the whole row, and therefore give a window that contains the two entries. Every round
-shrinks the window by a factor of 30 or more, regardless of the values. Once every process can propose all of
-its entries in the window, the result is exact.
+To find the entries at two neighboring ranks (positions in descending order), each process sorts its own
+entries and proposes 128 of them, evenly spaced by rank, together with their ranks. The proposals of all
+processes bound the rank of each proposed entry in the whole row, and therefore give a window that contains
+the two entries. Every round shrinks the window by a factor of 30 or more, regardless of the values. Once
+every process can propose all of its entries in the window, the result is exact.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Threshold(NamedTuple):
 
 
 def find_threshold(x: Tensor, k: Tensor, available: Tensor, group: LabelGroup) -> Threshold:
-    """Find the entries around the threshold, in a few rounds.
+    """Find the entries around the threshold, in a few rounds of communication.
 
     Args:
-        x: (R, n), the part of this process; entries that are not finite are ignored.
+        x: (R, n), the columns of this process; entries that are not finite are ignored.
         k, available: (R,), the sum of y over the finite entries, and the number of finite entries.
-        group: the processes with the other parts.
+        group: the processes that the columns are sharded across.
     """
     upper, lower = select(x, k.ceil().long(), (k.floor() + 1).long(), group)
     below, above = order_offsets(k, available)
@@ -51,16 +51,18 @@ def find_threshold(x: Tensor, k: Tensor, available: Tensor, group: LabelGroup) -
 
 
 def solve_gap(x: Tensor, upper: Tensor, lower: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
-    """Return nu, relative to the middle of a wide gap, and the logarithm of the slope, in one round.
+    """Return nu relative to the middle of a wide gap, and the logarithm of the slope.
+
+    This takes one round of communication.
 
     In a wide gap, S - k = exp(-gap / 2) * (p * exp(nu) - q * exp(-nu)) to machine precision. Here p is the
     sum of exp(x - lower) over the entries below the gap, and q is the sum of exp(upper - x) over the entries
     above it. The threshold can lie in a gap only if k is an integer; exactly k entries are then above it.
 
     Args:
-        x: (R, n), the part of this process.
+        x: (R, n), the columns of this process.
         upper, lower: (R,), the entries around the gap.
-        group: the processes with the other parts.
+        group: the processes that the columns are sharded across.
     """
     z = x.double()
     below = torch.exp((z - lower[:, None]).clamp(max=0)) * (z <= lower[:, None])
@@ -75,9 +77,9 @@ def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup)
     """Find bounds on the entries at two ranks; the bounds are exact or within 1 of each other.
 
     Args:
-        x: (R, n), the part of this process; entries that are not finite are ignored.
+        x: (R, n), the columns of this process; entries that are not finite are ignored.
         upper_rank, lower_rank: (R,), 1 for the largest entry; `lower_rank` is `upper_rank` or the next rank.
-        group: the processes with the other parts.
+        group: the processes that the columns are sharded across.
 
     Returns:
         (upper, lower): the entry at `upper_rank` is at most `upper`, and the entry at `lower_rank` is at
@@ -103,8 +105,8 @@ def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tenso
     """Propose 128 entries of each window, evenly spaced by rank.
 
     The result (R, 3, 128) contains these entries and, for each of them, the numbers of entries in the window
-    that are > and >= it. A window with fewer than 128 entries repeats its last entry. An empty window gives
-    -inf, 0 and 0.
+    that are greater than it, and greater than or equal to it. A window with fewer than 128 entries repeats
+    its last entry. For an empty window, the result contains -inf, 0 and 0.
     """
     if x.shape[1] == 0:
         nothing = x.new_full((x.shape[0], PROPOSALS), -torch.inf)

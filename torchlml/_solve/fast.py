@@ -223,7 +223,7 @@ class _Sums(NamedTuple):
         return self.c + self.signed
 
     def log_ratio_step(self) -> Tensor:
-        """Return the Newton step on log A - log B (see `newton`), to subtract from nu, or 0 if undefined."""
+        """Return the amount to subtract from nu: the Newton step on log A - log B, or 0 if it is NaN."""
         least = 1e-8 * self.total
         a = torch.maximum((self.total + self.signed) / 2, least) + self.c.clamp(min=0)
         b = torch.maximum((self.total - self.signed) / 2, least) - self.c.clamp(max=0)

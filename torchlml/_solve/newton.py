@@ -1,5 +1,7 @@
 """The careful solver: Newton's method on the logarithm of a ratio, inside a proven bracket.
 
+It is slower than the solver in `fast.py`, but it solves every row.
+
 The residual S - k must be accurate even when almost every entry is saturated. Adding up y = sigmoid(z) and
 subtracting k fails exactly there: half a million entries at y = 1 - 2e-9 all round to 1, yet together they
 take 1e-3 from the one entry that is undecided. Therefore each entry is written as its nearest integer plus or
@@ -149,7 +151,7 @@ def _limit(number: int) -> Limit:
 def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     """Return (below, above): the saturation offsets for which the paper's interval provably contains nu.
 
-    Consider a row with m available entries, which are pi in descending order, and a real 0 < k < m. Then
+    Consider a row with m available entries, denoted by pi in descending order, and a real 0 < k < m. Then
 
         -pi_{ceil k} - below  <=  nu  <=  -pi_{floor k + 1} + above.
 

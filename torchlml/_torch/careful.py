@@ -2,8 +2,10 @@
 
 The arguments have a canonical form, which is the same for every operator and every kernel:
 
-- x: (R, n), or (N,) with `offsets` (R + 1,); mask: bool like x, or None; k: float64, 0-d or (R,).
-- nu: (2, R), the pair (hi, lo) in the work dtype; hi is -inf, +inf or NaN for a row without a finite nu.
+- x: (R, n), or (N,) with `offsets` (R + 1,).
+- mask: bool with the shape of x, or None.
+- k: float64, 0-d or (R,).
+- nu: (2, R), the pair (hi, lo) in the work dtype. For a row without a finite nu, hi is -inf, +inf or NaN.
 
 A row has m available entries (True in the mask and not -inf), of which p are +inf.
 """

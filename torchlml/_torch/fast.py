@@ -1,23 +1,24 @@
 """The fast operators in pure PyTorch, for every device without a dedicated kernel.
 
 Each operator takes a few passes over the rows and certifies its result row by row. Rows without a
-certificate, which include all special rows, are computed by the careful operators in `careful.py`. The
-arguments are those of `careful.py`.
+certificate, which include all rows without a finite nu, are computed by the careful operators in
+`careful.py`. The arguments are those of `careful.py`.
 
 On a GPU, each call synchronizes once to find out whether there are rows without a certificate. During the
 capture of a CUDA graph, no synchronization is possible, so the careful operators compute all rows.
 
 The LML loss operators also take, as `*labels`,
 
-- labels: int64 (R, L), the observed classes of each row; or, with `offsets`, int64 (P,), positions into x,
-  where row i has `labels[starts[i]:starts[i + 1]]`; or a bool tensor with the shape of x, True for observed
-  labels. Negative indices are padding, and no label occurs twice.
+- labels: int64 (R, L), the observed classes of each row. With `offsets`, it is int64 (P,) and contains
+  positions in x; those of row i are `labels[starts[i]:starts[i + 1]]`. In both cases, negative numbers are
+  padding, and no label occurs twice. Alternatively, a bool tensor with the shape of x, True for observed
+  labels.
 - starts: int64 (R + 1,), from 0 to P, if `labels` contains positions; otherwise None.
 - weight: the weight of each label, in the work dtype and the shape of `labels`; None if all weights are 1.
 
-A label outside its row makes that row NaN. (`_targets.py` rejects such a label only if it can read the labels
-without synchronizing.) A row whose labels all have weight 0 has loss 0 and a zero gradient, even if it
-contains a NaN.
+A label outside its row makes the loss and the gradient of that row NaN. (`_targets.py` rejects such a label
+only if it can read the labels without synchronizing.) A row whose labels all have weight 0 has loss 0 and
+gradient 0, even if it contains a NaN.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tens
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
-    """Return the same as `careful.shares_of_slope`, using logarithms only in rows where w underflows."""
+    """Like `careful.shares_of_slope`, but compute logarithms only in rows in which w underflows."""
     if rows.count == 0 or not isinstance(rows, DenseRows) or not on_host(x):
         return careful.shares_of_slope(x, nu, live, rows)
     e = _shifted(x, nu).abs_().neg_().exp_()
@@ -96,7 +97,7 @@ def _project(
     result: Callable[[Tensor, FastSolution, Tensor], Tensor] | None,
     fallback: Callable[..., Pair],
 ) -> Pair:
-    """Return (`result` for every row, nu). If `result` is None, return (x, nu), where x is not a copy."""
+    """Return (`result` for every row, nu). If `result` is None, return (x, nu) without copying x."""
     if x.device.type == "cpu":
         loader.warn_of_absence()
     if _needs_careful(x, offsets):

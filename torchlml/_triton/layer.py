@@ -58,7 +58,7 @@ def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constex
 
 @triton.jit
 def slope_block(x, g, hi, lo, OF: tl.constexpr):
-    """Return (nearest, sum(w), sum(w * g) or sum(a)) for a block; sums of w are multiplied by e^nearest."""
+    """Return (nearest, sum(w), sum(w * g) or sum(a)) for a block. Sums of w are multiplied by e^nearest."""
     z = (x + hi) + lo
     live = tl.abs(x) < float("inf")
     distance = tl.where(live, tl.abs(z), float("inf"))
@@ -97,7 +97,7 @@ def slope(
 
 @triton.jit
 def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
-    """Compute dk for a row from its sums; it is 0 or NaN if nu is not finite."""
+    """Compute dk for a row from its sums. If nu is not finite, dk is 0 or NaN."""
     if OF == _OF_NU:
         dk = given / slope.to(tl.float32)
     else:
@@ -113,7 +113,7 @@ def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
 def write_dk(
     dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, slope, dot, given, BLOCK: tl.constexpr, OF: tl.constexpr
 ):
-    """Write dk for a row. If p > k entries are +inf, each gets k/p, which depends on k but not on x."""
+    """Write dk for a row. If p > k entries are +inf, each gets y = k/p, which does not depend on x."""
     dk = gradient_of_k(nearest, slope, dot, hi, given, OF)
     if OF != _OF_NU:
         _, _, start, length = where

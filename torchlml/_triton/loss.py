@@ -4,13 +4,14 @@ Let c be the weight of a label, A = sum(c * (1 - y)) over the labels of a row, a
 
     loss = -sum(c * log(y)),    dx_i = g * (A * p_i - c_i * (1 - y_i)),    dk = -g * A / sum(w).
 
-The first term of dx, and dk, are the derivatives of nu times -g * A. If there are only a few very long rows,
-each row is split among several programs, as in `split.py`, and every program reads its own blocks and labels.
-Otherwise, a single program processes each row, with `split` = 0 and SPLITS = 1.
+dk and the first term of dx are the derivatives of nu with respect to k and x, multiplied by -g * A. If there
+are only a few very long rows, each row is split among several programs, as in `split.py`, and every program
+reads its own blocks and labels. Otherwise, one program processes each row, with `split` = 0 and SPLITS = 1.
 
 Labels are lists of positions in the row, read LABELS at a time, or, with LABELS = 0, one bool per entry.
-`labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), and `where` describes a row as in `row.py`. Device
-functions read the labels of a row and compute sums over them; they are inlined into the kernels below.
+`labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), and `where` describes a row as in `row.py`. The
+functions that read labels and compute sums over them are device functions, which are inlined into the
+kernels.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 

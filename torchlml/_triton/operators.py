@@ -55,7 +55,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, *rows: Tensor | None) -> 
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
-    """Return (losses, nu); `losses` (2, R) contains each row's loss, and whether the row has a label."""
+    """Return (losses, nu). `losses` (2, R) contains each row's loss and whether the row has a label."""
     loss, nu = empty_nu(x, offsets), empty_nu(x, offsets)
     if nu.shape[1] > 0:
         triton_loss.launch_forward(_launch(x, nu, mask, offsets), on_device_of(k, x), Labels(*labels), loss)
@@ -74,7 +74,7 @@ def loss_backward(
 
 
 def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
-    """Return the plan for `x`, which contains `rows` rows, on its device."""
+    """Return the launch settings for `x`, which contains `rows` rows, on its device."""
     length = x.shape[-1] if offsets is None else -(-x.shape[-1] // max(rows, 1))
     return plan(rows, length, offsets is not None, *_device(x.device))
 
@@ -113,7 +113,7 @@ def _differentiate(
 
 @functools.cache
 def _device(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors and the number of lanes in a warp; arbitrary numbers for a CPU."""
+    """Return the number of multiprocessors and the warp size. For a CPU, the numbers are arbitrary."""
     if device.type == "cpu":
         return 1, 32
     properties = torch.cuda.get_device_properties(device)

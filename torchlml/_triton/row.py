@@ -17,14 +17,15 @@ import triton.language as tl
 # e^-|z|.
 _FAR = tl.constexpr(32.0)
 _LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units are added to it
-# After a Newton step s, the error is below 4 * s^2, because |S''| <= S'. After the last step, it is at most
-# 4e-8.
+# After a Newton step s, the error is below 4 * s^2, because |S''| <= S' for S(nu) = sum(y). After the last
+# step, it is at most 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
 _ROUNDING = tl.constexpr(5e-7)  # relative rounding error of z, which dominates in a gap of 1e20
-# At first, a step that would leave the bracket stops at its end. After `_CUT_STEPS` steps, such a step
-# divides the bracket instead, and after `_FREE_STEPS` steps, every second step does. The bracket is divided
-# alternately at the midpoint of its ends, which is fast for typical logits, and at the median of all float32
-# numbers between them. 32 divisions at the median suffice for any row, even with entries of 1e-30 or 3e38.
+# At first, a step that would leave the bracket stops at the bracket's end. After `_CUT_STEPS` steps, such a
+# step divides the bracket instead, and after `_FREE_STEPS` steps, every second step does. The bracket is
+# divided alternately at the midpoint of its ends, which is fast for typical logits, and at the median of all
+# float32 numbers between them. 32 divisions at the median suffice for any row, even with entries of 1e-30 or
+# 3e38.
 _CUT_STEPS = tl.constexpr(4)
 _FREE_STEPS = tl.constexpr(6)
 MAX_STEPS = tl.constexpr(136)
@@ -47,7 +48,7 @@ def locate(row, x_ptr, mask_ptr, offsets_ptr, n, size):
 
 @triton.jit
 def locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size):
-    """Return (row, split, where, hi, lo) for a program whose row is solved; split is 0 for unsplit rows."""
+    """Return (row, split, where, hi, lo) for a program of a solved row. In an unsplit row, split is 0."""
     row, split = tl.program_id(0), tl.program_id(1)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     return row, split, where, tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
@@ -157,7 +158,7 @@ def _far(distance):
 
 @triton.jit
 def evaluate_block(x, hi, lo):
-    """Return the contribution of a block to S - k: (count, below, above, P, Q, P', Q').
+    """Return the contribution of a block to sum(y) - k: (count, below, above, P, Q, P', Q').
 
     `count` entries are above the threshold. Q and Q' are the sums of t = sigmoid(-|z|) and w = t * (1 - t)
     over these entries, times e^above. P and P' are the sums over the other entries, times e^below.
@@ -284,7 +285,7 @@ def solve_row(
 
 @triton.jit
 def log1p(e):
-    """Compute log(1 + e) for 0 <= e <= 1 with full relative accuracy, by a series.
+    """Compute log(1 + e) for 0 <= e <= 1 with full relative accuracy, using a series.
 
     log(1 + e) = 2 * artanh(s) with s = e / (2 + e), and artanh(s) = s + s^3 / 3 + s^5 / 5 + ... Since s is at
     most 1/3, the terms after s^15 / 15 sum to less than 1e-9 of the total.

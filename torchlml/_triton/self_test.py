@@ -33,7 +33,7 @@ _ENTRIES = 40
 # In the kernels, positions in a row are int32, including positions up to one block past its end.
 _LONGEST_ROW = 2**31 - 2**15
 
-# For each operator with a Triton kernel, the function that is called on a GPU, by operator name.
+# The function that is called on a GPU for each operator with a Triton kernel, by operator name.
 OPERATORS: dict[str, Operator] = {}
 _plain: dict[str, Operator] = {}  # the same operators in pure PyTorch
 _results: dict[_Key, bool] = {}
@@ -88,7 +88,7 @@ def skip() -> None:
 def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
     """Whether the kernels passed the self-test for a device and dtype; the first call runs the test.
 
-    `kernels` has one function per operator, with the operator's name, as in `operators.py`.
+    `kernels` has one function per operator, named like the operator, as in `operators.py`.
     """
     choice = loader.requested()
     if choice or _skipped or _interpreted(device):
@@ -96,7 +96,7 @@ def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
     key = (device, dtype)
     if key not in _results:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # the comparison synchronizes, which is not possible during a capture
+            return False  # the comparison synchronizes, which is not possible during graph capture
         _results[key] = True
         try:
             found = difference(device, dtype, kernels)
@@ -139,7 +139,10 @@ def _distance(expected: Tensor, got: Tensor) -> float:
 
 
 def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield every operator with example rows: rows at several scales, and masked, special and ragged rows."""
+    """Yield (operator name, arguments) for calls that cover every operator.
+
+    The rows have different scales, and some of them are masked, special or ragged.
+    """
     for x, k, mask, offsets, labels in _problems(device, dtype):
         rows = mask, offsets
         yield "solve", (x, k, *rows)

@@ -1,10 +1,10 @@
 """Kernels for a few very long rows: several programs share each row, and a small kernel sums their results.
 
-Program (row, split) reads every `splits`-th block of its row. Each pass over the rows takes two launches: one
-stores the sums of each program in memory, and one with a single program per row adds them in a fixed order
-and updates nu. The number of launches is fixed, so the host does not synchronize with the device. Converged
-rows are not read again, and a row that has not converged after `_STEPS` steps is finished by a single
-program.
+Program (row, split) reads every `splits`-th block of its row. Each pass over the rows takes two launches. The
+first stores each program's sums in memory. The second, with a single program per row, adds these sums in a
+fixed order and updates nu. The number of launches is fixed, so the host does not synchronize with the device.
+Converged rows are not read again, and a row that has not converged after `_STEPS` steps is finished by a
+single program.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -87,7 +87,7 @@ def evaluate_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, parts_ptr, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the contribution of program (row, split) to S - k; converged rows are not read."""
+    """Compute the contribution of program (row, split) to sum(y) - k. Converged rows are not read."""
     row, split = tl.program_id(0), tl.program_id(1)
     _, _, start, length = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, _, _, number = kept(state_ptr, row, WIDTH)
@@ -205,17 +205,17 @@ def solve(to: Launch, k: Tensor) -> Tensor:
 
 
 def new_parts(to: Launch) -> Tensor:
-    """Allocate memory for the results of all programs of each row."""
+    """Allocate memory for the partial results of every program."""
     return to.x.new_empty((to.sizes[0], to.plan.splits, WIDTH), dtype=torch.float64)
 
 
 def parts_of(to: Launch) -> dict[str, int]:
-    """Return the launch settings for a kernel that writes or reads the results of the programs."""
+    """Return the launch settings for a kernel that writes or reads partial results."""
     return {"SPLITS": to.plan.splits, "WIDTH": WIDTH}
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Fill `nu` and, unless it is None, `y` for split rows; see `layer.launch_forward`."""
+    """Like `layer.launch_forward`, for rows that are split among several programs."""
     state = solve(to, k)
     if y is None:
         return
@@ -226,7 +226,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """Fill `dx` and `dk` for split rows; see `layer.launch_backward`."""
+    """Like `layer.launch_backward`, for rows that are split among several programs."""
     parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
     rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
     with torch.cuda.device_of(to.x):

@@ -2,9 +2,9 @@
 
 All functions take rows in folded form. A row of logits z, which include a constant shift called the tilt, is
 split into A, the entries above 0, and B, the other entries. `b = sigmoid(-|z|)`, at most 1/2, is the
-probability that an entry is on the other side: a failure in A, or a success in B. The number of successes is
-k if and only if the successes in B exceed the failures in A by d = k - |A|. Two results describe the
-conditional distribution:
+probability of the less likely outcome of an entry: a failure in A, or a success in B. An entry with this
+outcome is said to be on the other side. The number of successes is k if and only if the successes in B exceed
+the failures in A by d = k - |A|. Two results describe the conditional distribution:
 
 - `log_ratio`: log of the sum over |S| = k of exp(-sum_{i in SΔA} |z_i|), the normalizer relative to A.
 - `tail`: for each entry, the probability that it is on the other side, given k successes.
@@ -92,7 +92,7 @@ def variance_of(b: Tensor) -> Tensor:
 
 
 def _quiet(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve rows with V < 1/64, where d = 0, by the sum of e_j(odds in A) * e_j(odds in B) over j <= 5."""
+    """Solve rows with V < 1/64, where d = 0, by summing e_j(odds in A) * e_j(odds in B) over j <= 5."""
     odds = b / (1 - b)
     in_a = torch.where(above, odds, 0)
     of_a, of_b = _symmetric(in_a), _symmetric(odds - in_a)
@@ -208,7 +208,7 @@ def series_terms(variance: float) -> int:
 def _log_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
     """Return matrices that map sums of 2b * x^l to the log of the generating function.
 
-    The first matrix gives its real part and the second its imaginary part. Here x = 1 - 2b. Both matrices
+    The first matrix is for its real part, the second for its imaginary part. Here x = 1 - 2b. Both matrices
     have shape (terms, half + 1). They follow from
     log(1 + b * w) = -2 * sum_l (iτ)^l * (T_l(x) - 1) / l with τ = tan(θ/4). The series converges because the
     singularity in x is on the ellipse with parameter 1 / τ around [-1, 1]. Expressing T_l(x) - 1 through

@@ -7,8 +7,8 @@ logits, and provides derivatives.
 
 Samples are exact. Independent coin flips have exactly k successes with a probability of about
 1 / sqrt(2πV), where V is the variance of the number of successes. For small V, the coins are flipped until
-this happens. For large V, the entries are drawn block by block, in random order: half of them, then half of
-the rest, and so on. A block is accepted with a probability proportional to the probability, computed by
+exactly k succeed. For large V, the entries are drawn block by block, in random order: half of them, then half
+of the rest, and so on. A block is accepted with a probability proportional to the probability, computed by
 `_counts`, that the remaining coins bring the total to k. This is rejection sampling from the exact
 conditional distribution. It needs about 2.4 * n flips per set instead of n * sqrt(2πV).
 """
@@ -73,7 +73,7 @@ class Law:
         k: (R,) int64, the number of entries to choose in addition to the forced ones.
         nu: (R,) float64, the tilt.
         above: (R, n) bool, the set A of the entries with z > 0.
-        b: (R, n) float64, the probability that an independent coin is on the other side.
+        b: (R, n) float64, the probability that an entry is on the other side, as in `_counts`.
         d: (R,) float64, k - |A|.
         log_ratio, tail: as in `_counts`.
     """
@@ -90,7 +90,7 @@ class Law:
         certain = (self.k <= 0) | (self.k >= most) | bad
         nu = lml_dual(values, torch.where(bad, 0, self.k).to(values.dtype))
         self.nu = torch.where(certain, 0, nu)
-        # If a row has only one possible set, z is 0 in that row, so that the probability is exactly 1.
+        # If a row has only one possible set, z is set to 0 there, so that the probability is exactly 1.
         self._certain = certain.unsqueeze(-1) if bool(certain.any()) else None
         self._bad = bad if bool(bad.any()) else None
         self._shift: Tensor = self.nu.unsqueeze(-1)
@@ -106,7 +106,7 @@ class Law:
         self.log_ratio, self.tail = self._conditional(self.b)
 
     def of(self, x: Tensor) -> Law:
-        """Return the same distribution, differentiable with respect to x, a tensor equal to the logits."""
+        """Return the same distribution, but differentiable with respect to `x`, which equals the logits."""
         law = copy.copy(self)
         law._given = x
         return law
@@ -235,7 +235,7 @@ class Law:
 def _without_infinities(
     x: Tensor, k: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None, Tensor]:
-    """Reduce rows with logits of +inf to the remaining choice.
+    """Convert rows with logits of +inf to equivalent rows without them.
 
     Returns:
         The logits without +inf; a mask of the replaced entries and their new values; the entries that are
@@ -251,7 +251,7 @@ def _without_infinities(
 
 
 def _with_value(differentiable: Tensor, value: Tensor) -> Tensor:
-    """Return `value` with the derivatives of `differentiable`, a less accurate expression for it."""
+    """Return `value` with the derivatives of `differentiable`, a less accurate expression for `value`."""
     if not differentiable.requires_grad:
         return value
     # The difference of infinite values would be NaN.

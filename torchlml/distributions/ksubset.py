@@ -63,10 +63,10 @@ class KSubset(Distribution):
             `logits = log(probs / (1 - probs))`.
         validate_args: whether to check arguments and values, as in `torch.distributions`.
 
-    A sample is a vector of n zeros and ones with exactly k ones, in the dtype of the parameter. `log_prob`
-    takes such vectors, float or bool, and also sets as int64 indices (..., k). If k differs between rows,
-    shorter lists of indices are padded with -1. `rsample` returns samples with the gradient of `mean`
-    (straight-through).
+    A sample is a vector of n zeros and ones with exactly k ones, in the dtype of `logits` or `probs`.
+    `log_prob` accepts such vectors as float or bool tensors, and sets as int64 indices of shape (..., k). If
+    k differs between rows, shorter lists of indices are padded with -1. `rsample` returns samples with the
+    gradient of `mean` (straight-through).
 
     The distribution is known as conditional Bernoulli or conditional Poisson. `torchlml.lml(logits, k)`
     approximates its mean. The dual variable nu of `lml` makes the exact computation cheap: coin flips with
@@ -74,7 +74,7 @@ class KSubset(Distribution):
     therefore never tiny, and a short Fourier transform computes it accurately. Time and memory grow with n
     but hardly depend on k.
 
-    All computations are in float64, regardless of the dtype of the parameter. For float64 logits, `log_prob`,
+    All computations are in float64, regardless of the dtype of the arguments. For float64 logits, `log_prob`,
     `entropy`, `mean` and `variance` have relative errors of about 1e-14, even if their values are tiny. These
     results, `log_normalizer` and the KL divergence are differentiable any number of times with respect to the
     logits.
@@ -179,7 +179,7 @@ class KSubset(Distribution):
 
     @property
     def _law(self) -> Law:
-        # Every result has its own graph, so that `backward` can be called on each of them.
+        # Every result has its own graph, so that `backward` can be called on each result separately.
         return self._solved.of(self._rows)
 
     def _per_row(self, values: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class KSubset(Distribution):
 
     @uncompiled
     def entropy(self) -> Tensor:
-        """Compute the entropy of the set, in nats."""
+        """Compute the entropy of the distribution, in nats."""
         return self._per_row(self._law.entropy)
 
     @uncompiled
@@ -322,7 +322,7 @@ def _check_parameter(parameter: Any, name: str) -> None:
 
 
 def _read_k(k: Any, parameter: Tensor) -> Tensor:
-    """Return the set sizes as an int64 tensor. Raise an error for fractions."""
+    """Return the set sizes as an int64 tensor. Raise an error for non-integer values."""
     given = k if isinstance(k, Tensor) else torch.tensor(k) if isinstance(k, (int, float)) else None
     if given is None or given.dtype == torch.bool or given.is_complex():
         raise TypeError(f"`k` must be an integer or a tensor of integers, but it is {k!r}.")
@@ -335,7 +335,7 @@ def _read_k(k: Any, parameter: Tensor) -> Tensor:
 @register_kl(KSubset, KSubset)  # type: ignore[untyped-decorator]
 @uncompiled
 def _kl_ksubset_ksubset(p: KSubset, q: KSubset) -> Tensor:
-    """Return the KL divergence, which is infinite if the sizes differ or q excludes a set that p may draw."""
+    """Return the KL divergence, which is infinite if the sizes differ or q excludes a set that p allows."""
     if p.event_shape != q.event_shape:
         raise ValueError(
             f"Both distributions must have the same event shape, but they have {tuple(p.event_shape)} and "

@@ -1,4 +1,4 @@
-"""Losses for top-k recall, with the arguments of `F.cross_entropy`."""
+"""Losses for top-k recall, with arguments like those of `F.cross_entropy`."""
 
 from torchlml.losses.linear import (
     LinearLMLLoss,

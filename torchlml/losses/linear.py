@@ -61,8 +61,9 @@ def linear_lml_loss(
         linear_weight: the weight of the linear layer, of shape (n, d), with one row per label.
         target, k, weight, ignore_index, reduction, label_reduction, bound: as for `lml_loss`.
         linear_bias: the bias of the linear layer, of shape (n,).
-        memory_limit: the number of bytes that the logits and their gradient may occupy at once. A single
-            row may exceed it. The gradients of `input` and `linear_weight` are not counted.
+        memory_limit: the maximum number of bytes that the logits and their gradient occupy at once. A chunk
+            has at least one row, even if that row exceeds the limit. The gradients of `input` and
+            `linear_weight` are not counted.
         group: the processes across which the labels are sharded, as for `lml_loss`. `linear_weight`,
             `linear_bias` and `weight` cover only the labels of this process, and `input` is the same on all
             processes. If `linear_weight` is a DTensor that is sharded over the labels, no group is needed. If
@@ -73,9 +74,9 @@ def linear_lml_loss(
         The same as `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
 
     With the reductions "mean" and "sum", the gradients are computed together with the loss, while the logits
-    are in memory. The backward pass recomputes the logits with the reduction "none", in float16 (where the
-    loss must be scaled first), and if it runs twice on the same graph. Second derivatives, `torch.func`
-    transforms and forward-mode differentiation compute all logits at once.
+    are in memory. The backward pass recomputes the logits in three cases: with the reduction "none", in
+    float16 (because the loss must be scaled first), and if it runs twice on the same graph. Second
+    derivatives, `torch.func` transforms and forward-mode differentiation compute all logits at once.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     given = LinearLMLArguments(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)
@@ -96,7 +97,7 @@ class LinearLMLLoss(TopKLoss):
 
     Args:
         in_features: the number of input features.
-        num_classes: the number of labels; with a `group`, the number of labels on this process.
+        num_classes: the number of labels, or with a `group`, the number of labels on this process.
         k: the number of labels to predict.
         bias: whether the linear layer has a bias.
         device, dtype: the device and dtype of the linear layer.
@@ -160,8 +161,8 @@ def linear_truncated_entropy_loss(
         k: the number of allowed guesses, as for `truncated_entropy_loss`.
 
     The other arguments are those of `linear_lml_loss`, and gradients are computed in the same way. Labels
-    that are sharded across processes are not supported. Temporary tensors take up to 2 * `memory_limit` bytes
-    in addition to `memory_limit`.
+    that are sharded across processes are not supported. Temporary tensors take up to 2 * `memory_limit`
+    additional bytes.
 
     Returns:
         The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.

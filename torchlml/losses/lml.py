@@ -40,11 +40,12 @@ def lml_loss(
             layout `torch.jagged`.
         target: class indices of shape (...), lists of class indices of shape (..., L) padded with
             `ignore_index`, or a bool or float multi-hot tensor with the shape of the logits, in which floats
-            are label weights. With `offsets`, a 1-d multi-hot tensor, or indices into the values. For ragged
-            nested logits, a nested multi-hot tensor, or label indices within each row, as a tensor of shape
-            (B,) with one index per row, padded lists of shape (B, L), or a nested tensor. An integer target
-            with the shape of the logits raises an error, because it could be multi-hot or a list. Pass
-            `target.bool()`, or add a column of `ignore_index` to the list.
+            are label weights. With `offsets`, pass a 1-d multi-hot tensor or indices into the values. For
+            ragged nested logits, pass a nested multi-hot tensor or label indices within each row. These
+            indices can be a tensor of shape (B,) with one index per row, padded lists of shape (B, L), or a
+            nested tensor. An integer target with the shape of the logits raises an error, because it could be
+            multi-hot or a list. In that case, pass `target.bool()`, or add a column of `ignore_index` to the
+            list.
         k: the number of labels to predict, as for `torchlml.lml`: one number, or one number per row. The loss
             is differentiable with respect to it. If k = 0 in a row that has a label, a ValueError is raised
             on the CPU. On other devices, this check would synchronize the device, so the loss is infinite

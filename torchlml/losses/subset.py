@@ -40,7 +40,8 @@ def subset_loss(
             than k labels.
         weight: one weight per class. The loss of a row is multiplied by the mean weight of its labels. The
             weights in a float target have the same meaning.
-        label_reduction: "sum" for the negative log probability, "mean" to divide it by the number of labels.
+        label_reduction: "sum" for the negative log probability, or "mean" to divide it by the number of
+            labels.
 
     Returns:
         The loss in the dtype of the logits (float32 under autocast): a scalar, or one number per row with the

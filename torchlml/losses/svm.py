@@ -249,7 +249,7 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
     """Multiply the polynomials failure + success * t pairwise, dropping powers above k, until one is left."""
     columns = success.shape[1]
-    if columns > _EVEN:  # pad to a multiple, so that odd counts occur only later, when copying is cheap
+    if columns > _EVEN:  # pad to a multiple of 64, so that odd counts occur only later, when copying is cheap
         spare = (0, -columns % _EVEN)
         success, failure = pad(success, spare), pad(failure, spare, value=1)
     # One tensor (polynomials, R) for each power.

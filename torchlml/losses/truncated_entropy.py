@@ -123,7 +123,7 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
-    """Return a mask of labels, masked entries and unlabeled rows, in which a NaN must have no effect."""
+    """Return a mask of labels, masked entries and rows without labels. A NaN there must have no effect."""
     absent = ~has_label if observed is None else observed | ~has_label
     return absent if c.mask is None else absent | ~c.mask
 
@@ -131,7 +131,7 @@ def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> 
 def _logsumexp(x: Tensor) -> Tensor:
     """Compute a twice differentiable logsumexp over the last dimension, with keepdim=True.
 
-    An empty sum gives -inf with a gradient of 0.
+    The result of an empty sum is -inf, with a gradient of 0.
     """
     largest = x.detach().amax(-1, keepdim=True)
     largest = torch.where(largest.isinf(), 0, largest)

@@ -1,6 +1,6 @@
 """Recall, precision and nDCG with their standard definitions.
 
-Every metric exists as a subclass of `torchmetrics.Metric`, which accumulates batches and synchronizes
+Every metric is available as a subclass of `torchmetrics.Metric`, which accumulates batches and synchronizes
 processes, and as a function that evaluates one batch.
 """
 

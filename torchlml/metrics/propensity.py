@@ -55,7 +55,7 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
 
 
 class PropensityScoredPrecision(TopKMetric):
-    """Propensity-scored precision (PSP@k): precision with more weight on rare labels, divided by its maximum.
+    """Propensity-scored precision (PSP@k): precision, weighted toward rare labels, divided by its maximum.
 
         >>> psp = PropensityScoredPrecision(torch.tensor([1.0, 0.5, 0.25]), k=(1, 3))
         >>> psp.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1]))

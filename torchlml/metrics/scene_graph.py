@@ -46,16 +46,17 @@ class SceneGraphRecall(CountingMetric):
             predicates (mR@K), so that frequent predicates do not dominate.
         **settings: arguments of `torchmetrics.Metric`.
 
-    A predicted triple matches a true one if the predicate and both object classes are equal and both boxes
-    overlap with an IoU of at least 0.5. The recall of an image is the fraction of its relations that match
-    one of the K highest-scored triples. One triple may match several relations. Images without relations are
-    ignored. Ties are broken in favor of the earlier pair, then of the lower predicate index.
+    A prediction is a triple of subject, predicate and object. It matches a true relation if the predicate and
+    both object classes are the same and both boxes overlap the true boxes with an IoU of at least 0.5. The
+    recall of an image is the fraction of its relations that match one of the K highest-scored triples. One
+    triple may match several relations. Images without relations are ignored. Ties are broken in favor of the
+    earlier pair, then of the lower predicate index.
 
-    `scores` has one column for each real predicate and none for "no relation". The scores rank the triples of
-    an image. If the object classes are also predicted, first multiply each score by the scores of both object
-    classes.
+    `scores` has one column for each predicate, but no column for "no relation". The scores rank the triples
+    of an image. If the object classes are also predicted, first multiply each score by the scores of both
+    object classes.
 
-    Papers often report different metrics in the same table:
+    Papers report several related metrics, often in the same table:
 
     - ng-R@K ("no graph constraint") is usually much higher than R@K for the same scores.
     - mR@K gives rare predicates the same weight as frequent ones and is usually much lower than R@K. It
@@ -64,7 +65,7 @@ class SceneGraphRecall(CountingMetric):
       object class never occurs in the training data. To compute it, remove all other relations.
     - A micro average divides the number of matched relations in all images by the number of relations in all
       images, which gives more weight to images with many relations.
-    - Some implementations add a pixel to the widths and heights of boxes, which increases overlaps slightly.
+    - Some implementations add one pixel to the width and height of a box, which increases overlaps slightly.
     """
 
     recalled: Tensor
@@ -81,7 +82,8 @@ class SceneGraphRecall(CountingMetric):
         self.constrained = constrained
         self.mean = mean
         # There is one column for each predicate, or a single column if `mean` is False. The number of
-        # predicates is unknown until the first image. One column of zeros broadcasts to any number.
+        # predicates is unknown until the first image, but one column of zeros broadcasts to any number of
+        # columns.
         columns = torch.zeros(len(self._ks), 1, dtype=torch.int64)
         self.add_state("recalled", columns, dist_reduce_fx="sum")
         self.add_state("images", columns[0].clone(), dist_reduce_fx="sum")
@@ -142,8 +144,8 @@ class SceneGraphRecall(CountingMetric):
     def compute(self) -> Any:
         """Return the recall for each k, or NaN if there are no relations.
 
-        For a sequence of k, the result is a dict with keys such as `R@20` or `ng-mR@20`, which name the type
-        of recall.
+        For a sequence of k, the result is a dict with keys such as `R@20` or `ng-mR@20`, depending on
+        `constrained` and `mean`.
         """
         recall = average(self.recalled, self.images)[:, self.images > 0].mean(-1)
         return self.by_k(recall, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))
@@ -216,7 +218,7 @@ def _overlapping(a: Tensor, b: Tensor) -> Tensor:
     sides = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])).clamp(min=0)
     shared = sides.prod(-1)
     union = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - shared
-    # A box overlaps itself, even if its area is 0.
+    # Identical boxes count as overlapping, even if their area is 0.
     return ((shared >= _OVERLAP * union) & (union > 0)) | (a == b).all(-1)
 
 

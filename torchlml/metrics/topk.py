@@ -1,8 +1,8 @@
 """Recall, precision and nDCG for the k highest scores in each row, and the ranking code that they share.
 
-Sums are stored as integers. A metric is cast together with its model: `model.to(torch.bfloat16)`, which is
-Lightning's "bf16-true", casts every floating-point state, and a sum in bfloat16 stops growing at 256. Integer
-states are not cast, and integer sums do not depend on the order of batches and processes.
+Sums are stored as integers, because a metric is cast together with its model. `model.to(torch.bfloat16)` and
+Lightning's precision "bf16-true" cast every floating-point state, and a sum in bfloat16 stops growing at 256.
+Integer states are not cast, and integer sums do not depend on the order of batches and processes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def of_batch(metric: CountingMetric, *batch: Any, **options: Any) -> Any:
 
 
 def in_units(parts: Tensor) -> Tensor:
-    """Round numbers from 0 to 1 to units of 2^-30, as int64."""
+    """Express numbers from 0 to 1 as multiples of 2^-30, rounded to int64."""
     return (parts * _UNIT).round().long()
 
 
@@ -150,7 +150,7 @@ class Ranked:
         scores, found = rows.top(self._x, self.places, worth)
         last = scores[:, -1]
         # Ties above the last score lie entirely within these ranks. The tie at the last score may extend past
-        # them. If that score is -inf, the tie also contains masked entries.
+        # them. If that score is -inf, masked entries have the same score and must be excluded.
         level = self._available & (self._x == rows.broadcast(last))
         number, total = rows.sum(level), rows.sum(worth * level)
         above = (scores > last[:, None]).sum(-1, keepdim=True)
@@ -185,9 +185,9 @@ def _mean_of_ties(scores: Tensor, found: Tensor) -> Tensor:
 
 
 class TopKMetric(CountingMetric):
-    """A sum over rows divided by another sum over rows, for each k. Subclasses define both sums.
+    """Base class of metrics that divide one sum over rows by another, for each k.
 
-    The arguments are those of `TopKRecall`.
+    Subclasses define both sums. The arguments are those of `TopKRecall`.
     """
 
     name: ClassVar[str]
@@ -263,7 +263,7 @@ class TopKRecall(TopKMetric):
       broken at random. A model that gives all n classes the same score has recall k / n, regardless of the
       order of the classes.
     - Nonzero weights in a float multi-hot target only mark labels as present. A masked label never counts as
-      found, and NaN ranks below every number.
+      found, and a NaN score is treated as -inf.
     """
 
     name = "recall"
@@ -319,8 +319,8 @@ class TopKPrecision(TopKMetric):
 
     For a row with observed labels Y and a predicted set P of k entries, the precision is |Y ∩ P| / k.
 
-    - Every row counts. A row without labels counts as 0, as in napkinXC and in the extreme classification
-      repository. (`TopKRecall` ignores such a row, because its recall is 0 / 0.)
+    - Every row counts. A row without labels counts as 0, as in napkinXC and in the Extreme Classification
+      Repository. (`TopKRecall` ignores such a row, because its recall is 0 / 0.)
     - The divisor is k even if a row has fewer than k entries or labels. The highest possible precision is
       therefore below 1 if rows have fewer than k labels.
     - Ties, weights, masks and NaN are handled as in `TopKRecall`.
@@ -376,8 +376,8 @@ class TopKNDCG(TopKMetric):
     gain of a ranking with all labels first, which is the sum of 1 / log2(r + 1) over r from 1 to
     min(k, number of labels).
 
-    - Every row counts. A row without labels counts as 0, as in napkinXC and in the extreme classification
-      repository.
+    - Every row counts. A row without labels counts as 0, as in napkinXC and in the Extreme Classification
+      Repository.
     - Entries with equal scores share the mean gain of their ranks, which is the expected gain if the tie is
       broken at random.
     - Nonzero weights in a float multi-hot target only mark labels as present. Graded relevance is not

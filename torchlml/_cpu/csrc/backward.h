@@ -32,8 +32,8 @@ struct BackwardRow : Row<S> {
   double* dk;
   T high, low;
 
-  // Returns a piece of the row as a separate row. The short path also copies the whole row this way, because the
-  // address of the copy does not escape, so that the compiler can keep nu in registers across stores.
+  // Returns a piece of the row as a separate row. The short path also uses this function to copy the whole row. The
+  // address of the copy does not escape, so the compiler can keep nu in registers across stores.
   LML_INLINE BackwardRow part(int64_t begin, int64_t size) const {
     BackwardRow out = *this;
     out.x += begin, out.n = size, out.dx += begin;
@@ -242,7 +242,7 @@ struct BackwardRow : Row<S> {
     return Totals{{weights.value(), moments.value()}, 0};
   }
 
-  // Computes dx = a - p * sum(a) and dk = sum(a) / sum(w), where a = g * sigmoid(-z).
+  // Computes dx = a - p * sum(a) and dk = sum(a) / sum(w), where a = g * sigmoid(-z) and p = w / sum(w).
   LML_INLINE void logarithm() const {
     const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
     const Totals totals = sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
@@ -286,8 +286,8 @@ struct BackwardRow : Row<S> {
     return weights.value();
   }
 
-  // Computes dx = -g * p and dk = g / sum(w), the derivatives of nu times g. Unless `w` is dx, the scaled weights
-  // remain in `w`. Returns g divided by their sum.
+  // Computes dx = -g * p and dk = g / sum(w), the derivatives of nu multiplied by g, where p = w / sum(w). Unless `w`
+  // is dx, the scaled weights remain in `w`. Returns g divided by their sum.
   LML_INLINE T dual(double g, T* w) const { return n > long_row ? long_dual(g, w) : part(0, n).any_dual(g, w); }
   __attribute__((noinline)) T long_dual(double g, T* w) const { return any_dual(g, w); }
   LML_INLINE T any_dual(double g, T* w) const {

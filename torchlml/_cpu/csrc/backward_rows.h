@@ -7,8 +7,8 @@ namespace torchlml {
 namespace {
 
 // Building blocks for processing several short rows at once. Each phase runs over all rows before the next phase
-// begins, so that the dependency chains of different rows overlap. The sums over lanes and the divisions of all rows
-// share one vector.
+// begins, so that the dependency chains of different rows overlap. The sums of all rows are collected in one vector, so
+// that a single vector division serves the whole block.
 template <class S>
 struct ShortRow {
   struct Sums {

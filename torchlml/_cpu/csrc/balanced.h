@@ -1,6 +1,6 @@
 // The two-sided projection: solves the rows for given column multipliers, and multiplies vectors by the Schur
-// complement. A task is a part of the rows with its own column sums. The bindings add these sums in the order of the
-// parts, so that results do not depend on the number of threads.
+// complement. Each task processes one part of the rows and computes column sums for it. The bindings add these sums in
+// the order of the parts, so that results do not depend on the number of threads.
 #pragma once
 
 #include "forward.h"

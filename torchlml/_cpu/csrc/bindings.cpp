@@ -249,7 +249,7 @@ Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
 
 // Splits the rows into at most 64 parts of at least 64 rows. The split depends only on the size of the matrix.
 struct Parts {
-  Batch tasks;  // one task for each part, counted as rows
+  Batch tasks;  // its rows are the tasks, one for each part
   int64_t rows;
   Tensor sums;
 

@@ -1,6 +1,6 @@
-// A slow but simple solver in double precision for constrained projections that the fast solver cannot certify. It
-// sorts the events, which are the values of nu at which an entry reaches a bound, finds the two events around the root
-// by binary search, and applies a closed-form solution between them. The number of steps is bounded.
+// A slow but simple solver in double precision for constrained projections for which the fast solver cannot certify its
+// result. It sorts the events, which are the values of nu at which an entry reaches a bound, finds the two events
+// around the root by binary search, and applies a closed-form solution between them. The number of steps is bounded.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -32,8 +32,8 @@ class Row {
       }
     }
     Threshold nu = first > 0 ? events[first - 1] : lowest();
-    // Compute the closed-form solution for the entries that are free at nu. Repeat this if rounding led to the wrong
-    // set of free entries.
+    // Compute the closed-form solution for the entries that are free at nu, which means between their bounds. Repeat
+    // this if rounding led to the wrong set of free entries.
     int64_t free = -1, over = -1;
     for (int step = 0; step < 8; ++step) {
       const Sums at = sum_at(nu);
@@ -76,7 +76,8 @@ class Row {
       if (sparsemax_) events.push_back({x, 0});
       events.push_back({x, sparsemax_ ? u : std::log(u)});
     }
-    // Next to an entry of 1e38, a bound of 1 is lost to rounding. Break such ties by the entries, then by the bounds.
+    // Adding a bound of 1 to an entry of 1e38 has no effect after rounding. Break the resulting ties by the entries,
+    // then by the bounds.
     std::sort(events.begin(), events.end(), [](const Threshold& a, const Threshold& b) {
       const double first = a.delta - a.center, second = b.delta - b.center;
       if (first != second) return first < second;

@@ -163,7 +163,7 @@ struct Units {
     // 1 - p.
     const double grow = missing > 0 && slack > 0 ? (missing < slack ? missing / slack : 1) : 0;
     const double factor = (missing < 0 ? k / sum : 1) * static_cast<double>(one());
-    constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves the integer in the low bits
+    constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves the rounded integer in the low bits
     idouble lengths{};
     each_double(p, n, [&](vdouble a, int64_t i) __attribute__((always_inline)) {
       const vdouble b = keep<double>(greater(a, 0.0), (a + (1 - a) * grow) * factor);

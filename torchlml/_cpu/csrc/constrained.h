@@ -31,8 +31,8 @@ __attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k
 }
 
 // Returns the approximate nu for normally distributed entries with bounds of 1. If y is far below the bounds, lml is
-// nearly an exponential as well, so the guess for lml is used. Otherwise, min(1, exp(z)) is treated as a step at z = -1
-// that is smoothed by a distribution of variance 1.
+// also nearly exponential, so the guess for lml is used. Otherwise, min(1, exp(z)) is treated as a step at z = -1 that
+// is smoothed by a distribution of variance 1.
 template <class S>
 LML_INLINE double softmax_guess(const S* x, const Target& target) {
   const double part = target.k * target.inverse;
@@ -138,8 +138,8 @@ struct ConstrainedRow : Row<S> {
     return true;
   }
 
-  // Handles masks, infinities, NaN, k <= 0 and bounds that determine y. The finite entries are solved as a separate
-  // row.
+  // Handles masks, infinities, NaN, k <= 0, and rows in which the bounds alone determine y. The finite entries are
+  // solved as a separate row.
   void general(ConstrainedScratch<T>& scratch) const {
     T* packed = scratch.packed.room(n);
     T* bounds = scratch.bounds.room(n);
@@ -184,7 +184,7 @@ struct ConstrainedRow : Row<S> {
     const EachBound<T> each{bounds};
     T* work = scratch.work.room(n);
     Threshold nu{0, 0};
-    // After rounding, the problem may be infeasible or determined by the bounds.
+    // After rounding, the problem may be infeasible or fully determined by the bounds.
     if (rest > 0 && rest < sum) {
       const double unit = sum / static_cast<double>(size);
       if (!project(packed, size, rest, each, unit, sparsemax, scratch.target, work, work, nu)) {

@@ -1,9 +1,9 @@
 // The derivatives of the projections onto {0 <= y <= upper, sum(y) = k}.
 //
 // A small change in the inputs changes an entry of y by w * (change in x + change in nu) + b * (change in upper). Here
-// w is dy/dz, and b is 1 if the entry is at its bound and 0 otherwise. The change in nu is such that the sum of y
-// changes as k does. For an incoming gradient g, the gradients are therefore dk = sum(w * g) / sum(w),
-// dx = w * (g - dk) and d_upper = b * (g - dk).
+// w is dy/dz, and b is 1 if the entry is at its bound and 0 otherwise. nu changes such that the sum of y changes by the
+// same amount as k. For an incoming gradient g, the gradients are therefore
+//   dk = sum(w * g) / sum(w),  dx = w * (g - dk)  and  d_upper = b * (g - dk).
 #pragma once
 
 #include "constrained.h"

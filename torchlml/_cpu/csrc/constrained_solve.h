@@ -2,7 +2,7 @@
 //
 // Between the values of nu at which an entry reaches a bound, the sum is linear in nu (sparsemax) or in exp(nu)
 // (softmax). A step of Newton's method is therefore exact if it does not change which entries are at a bound. Rows that
-// take too many steps are solved by careful_constrained.cpp.
+// take too many steps are solved by the slow solver in careful_constrained.cpp.
 #pragma once
 
 #include "backward.h"
@@ -64,7 +64,7 @@ struct LevelSums {
   }
 };
 
-// Blocks are short enough for accurate float sums.
+// The number of vectors in a block, which is small enough for accurate sums in float.
 constexpr int64_t short_block = 16;
 
 // In the backward pass, an entry that reaches its bound only up to rounding counts as free, because it may be the only
@@ -228,7 +228,7 @@ class SparsemaxSearch {
   const Threshold& nu() const { return nu_; }
 
   bool solve() {
-    double place = 0, low = -HUGE_VAL, high = HUGE_VAL;  // relative to the first guess
+    double place = 0, low = -HUGE_VAL, high = HUGE_VAL;  // relative to the initial guess
     bool rooted = false;
     Level last{-1, -1, 0, 0};
     for (int pass = 0; pass < 32; ++pass) {
@@ -264,7 +264,7 @@ class SparsemaxSearch {
   }
 
  private:
-  // Moves the center and keeps its rounding error in delta, so that the last step is exact even far from the first
+  // Moves the center and keeps its rounding error in delta, so that the last step is exact even far from the initial
   // guess.
   void move(double step) {
     const double shift = nu_.delta + step, center = nu_.center - shift, part = center - nu_.center;

@@ -1,4 +1,5 @@
-// The forward pass for special rows, for general rows with masks or infinities, and for ordinary rows.
+// The forward pass. Short rows are solved in vector lanes, and longer rows one by one. `ForwardRow::general` handles
+// the remaining rows, such as rows with infinities.
 #pragma once
 
 #include "lanes.h"
@@ -25,8 +26,8 @@ struct ForwardRow : Row<S> {
     set_nu(high, static_cast<T>((-nu.center - static_cast<double>(high)) + nu.delta));
   }
 
-  // A bound on the sum clamps nu to one sign. If the nu that gives sum(y) = k has the other sign, nu is 0 and the row
-  // is called free.
+  // A bound on the sum restricts nu to one sign. If the nu that gives sum(y) = k has the other sign, nu is 0 and the
+  // row is called free.
   bool is_free(double nu) const { return bound == Bound::at_most ? nu >= 0 : bound == Bound::at_least && nu <= 0; }
   LML_INLINE void free_row() const {
     set_nu(0, 0);
@@ -73,7 +74,7 @@ struct ForwardRow : Row<S> {
     });
   }
 
-  // Writes y = e * u / (1 + e * u) from the stored exponentials e, which may be in y itself.
+  // Writes y = e * u / (1 + e * u) from the exponentials e, which may be stored in y itself.
   template <bool flip>
   LML_INLINE void write_from_odds(const T* e, const Fit<T>& fit) const {
     const T u = static_cast<T>(fit.odds);
@@ -94,7 +95,7 @@ struct ForwardRow : Row<S> {
     flip ? write_from_odds<true>(e, fit) : write_from_odds<false>(e, fit);
   }
 
-  // Copies the finite available entries of [begin, begin + length) to `to`, and counts the special entries.
+  // Copies the finite available entries of [begin, begin + length) to `to`, counts the entries of +inf and detects NaN.
   struct Packed {
     int64_t begin, size, infinite;
     bool nan;
@@ -112,7 +113,8 @@ struct ForwardRow : Row<S> {
     return found;
   }
 
-  // Handles masks, infinities, NaN, k <= 0 and k >= m. The finite available entries are solved as a separate row.
+  // Handles masks, infinities, NaN, and a k that is not between 0 and the number of available entries. The finite
+  // available entries are solved as a separate row.
   void general(double k, Scratch<T>& packed, Scratch<T>& work) const {
     T* finite = packed.room(n);
     T* room = work.room(n);
@@ -162,8 +164,8 @@ struct ForwardRow : Row<S> {
   }
 };
 
-// Interleaves the solves of several ordinary rows. A chain of divisions separates two passes over a row, and the
-// processor can overlap the chains of several short rows.
+// Interleaves the solves of several ordinary rows. Between two passes over a row there is a chain of dependent
+// divisions, and the processor can overlap the chains of several short rows.
 template <class S>
 class SideBySide {
   using T = typename Work<S>::type;
@@ -330,7 +332,7 @@ class LaneBlock {
   LaneSolver solver_[most_blocks];
   S nowhere_[short_row];  // the output of lanes whose results are discarded
 };
-// Lanes are float32. float64 rows are solved one by one.
+// Lanes compute in float32, so float64 rows are solved one by one.
 template <>
 class LaneBlock<double> {
  public:

@@ -1,4 +1,4 @@
-// Compiled once per instruction set. LML_KERNELS is the name of the table (see setup.py).
+// This file is compiled once per instruction set. LML_KERNELS is the name of its table of kernels (see setup.py).
 #include "backward_rows.h"
 #include "balanced.h"
 #include "choice.h"

@@ -20,8 +20,8 @@ namespace torchlml {
 enum class Dtype : int { float32, float64, bfloat16, float16 };
 inline constexpr int dtype_count = 4;
 
-// A batch of rows: dense (`offsets` is null and every row has `width` entries) or jagged (`offsets` has rows + 1
-// numbers that divide the `total` entries into rows).
+// A batch of rows. In a dense batch, `offsets` is null and every row has `width` entries. In a jagged batch, `offsets`
+// has rows + 1 numbers that divide the `total` entries into rows.
 struct Batch {
   const void* x;
   const bool* mask;        // true = available; null = all entries are available
@@ -65,7 +65,7 @@ struct ForwardArgs {
   int64_t k_stride;  // 0 = one k for all rows
   Output output;
   void* y;   // null for Output::none
-  void* nu;  // (2, rows): hi, then lo
+  void* nu;  // (2, rows): the high parts, then the low parts
   Bound bound = Bound::exactly;
 };
 
@@ -135,7 +135,7 @@ struct SystematicSampleArgs {
 struct LabelArgs {
   const int64_t* listed;  // dense: `per_row` classes for each row; jagged: `total` positions. Negative = padding
   const int64_t* starts;  // jagged: index of the first position of each row; dense: null
-  const bool* observed;   // replaces `listed`
+  const bool* observed;   // if not null, used instead of `listed`
   const void* weight;     // the weight of each label, in the work dtype; null = all weights are 1
   int64_t per_row;
   int64_t total;
@@ -159,7 +159,8 @@ struct LossBackwardArgs {
   double* dk;
 };
 
-// The rows of the two-sided projection for given column multipliers mu. A task is a part of `part_rows` rows.
+// The rows of the two-sided projection for given column multipliers mu. Each task processes one part, which has
+// `part_rows` rows.
 struct BalancedForwardArgs {
   Batch batch;  // dense, no mask
   const double* k;
@@ -216,13 +217,14 @@ extern const Kernels kernels_v4;
 int processor_level();  // 4, 3, or 1 for the baseline
 #endif
 
-// careful.cpp and careful_constrained.cpp contain slow but simple solvers in double precision, for rows that the fast
-// solvers cannot certify. A threshold is nu = -center + delta.
+// careful.cpp and careful_constrained.cpp contain slow but simple solvers in double precision, for rows for which the
+// fast solvers cannot certify their result. A threshold is nu = -center + delta.
 struct Threshold {
   double center, delta;
 };
 
-// Returns a center near the threshold of the finite entries x (0 < k < n), found by selection. Reorders `x`.
+// Returns a center near the threshold, found by selecting the entries next to it. All n entries must be finite, and k
+// must be in (0, n). Reorders `x`.
 template <class T>
 double threshold_center(T* x, int64_t n, double k);
 

@@ -82,8 +82,8 @@ class LaneSolver {
     int64_t size[block_rows];
     float k_high[block_rows], k_low[block_rows];  // k as an unevaluated sum
     // Two arrays of the same size as the block that will be read or written soon: the next block and the output. They
-    // are fetched into the cache while the block is solved, because the processor does not prefetch so many rows at
-    // once.
+    // are fetched into the cache while the block is solved, because the hardware prefetcher cannot follow that many
+    // rows at once.
     const void* soon[2];
   };
 
@@ -196,7 +196,7 @@ class LaneSolver {
 
   static LML_INLINE ifloat available(vfloat x) { return x != splat(-infinity); }
 
-  // ------------------------------------------------------------------ first guess
+  // ------------------------------------------------------------------ initial guess
 
   LML_INLINE void guess() {
     if (!gaps_) {
@@ -242,7 +242,7 @@ class LaneSolver {
     return is_finite(mean_) & is_finite(square);  // if the squares overflow, the variance is unknown
   }
 
-  // Computes the smaller of k and n - k, and the constants that the guess derives from it (see Target).
+  // Computes the smaller of k and n - k, and the constants that the initial guess needs (see Target).
   LML_INLINE void set_target(vfloat k, vfloat k_low) {
     if (!any<float>((k != given_k_) | (k_low != given_k_low_) | (count_ != given_count_))) return;
     given_k_ = k, given_k_low_ = k_low, given_count_ = count_;
@@ -258,7 +258,7 @@ class LaneSolver {
     tail_ = 0.5f - p;
   }
 
-  // Sets the center to -nu, approximated for normally distributed entries.
+  // Sets the center to an approximation of -nu that assumes normally distributed entries.
   LML_INLINE void set_center() {
     const vfloat wide = vsqrt(variance_ + 2.5464791f) * probit_;  // 8 / pi
     const vfloat narrow = logit_ - variance_ * tail_;
@@ -284,7 +284,7 @@ class LaneSolver {
     }
   }
 
-  // Prefetches a part of the arrays that will be needed soon. Prefetching any address is harmless.
+  // Prefetches a part of the arrays that will be needed soon. Prefetching an invalid address is harmless.
   LML_INLINE void fetch(int64_t column) const {
     for (const char* array : soon_) __builtin_prefetch(array + column * column_bytes_);
   }
@@ -299,7 +299,7 @@ class LaneSolver {
 
   // Stores exp(+-(x - center)), scaled (see vmath.h), and sums the powers of r = 1 - y. This loses digits of a tiny y,
   // but the first step needs only a few digits. If `any_row` is false, all z must be within the range of the
-  // exponential and no target may be flipped. Both cases give bitwise identical results.
+  // exponential and no target may be flipped. Both values of `any_row` give bitwise identical results.
   template <bool gaps, bool any_row>
   LML_INLINE void exponentials() {
     vfloat sum{}, squares{}, cubes[2] = {};
@@ -441,8 +441,8 @@ class LaneSolver {
   vfloat odds_;                 // exp(z) = e * odds, or exp(-z) = e * odds for a flipped target
   vfloat residual_, w_, bend_;  // the sums at delta
   ifloat active_, solved_, clamped_;
-  // The padding avoids false dependencies: the processor compares only the last 12 bits of the addresses of a load and
-  // an earlier store.
+  // The padding avoids false dependencies between loads and earlier stores, because the processor compares only the
+  // last 12 bits of their addresses.
   vfloat x_[short_row + block_rows + 2048 / LML_VECTOR_BYTES], e_[short_row + block_rows];
 };
 

@@ -160,8 +160,8 @@ class LabelBlock {
   int size() const { return size_; }
   void clear() { size_ = 0; }
 
-  // Adds the labels of a row if the row is ordinary, which means that it has few labels, and nu and the entries of the
-  // labels are finite.
+  // Adds the labels of a row if the row is ordinary: it has few labels, and nu and the entries at the labels are
+  // finite.
   LML_INLINE Kind add(const LossRow<S>& row) {
     const int begin = size_;
     Kind kind = none;

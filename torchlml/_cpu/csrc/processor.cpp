@@ -1,5 +1,5 @@
 // Detects the x86-64 level that the processor and the operating system support. It does not use __builtin_cpu_supports,
-// which needs a compiler library that is not linked on Windows. This is a separate file, because the macros of
+// which needs a compiler library that is not linked on Windows. The code is in a separate file, because the macros in
 // <cpuid.h> break Windows headers.
 #ifdef TORCHLML_X86_LEVELS
 

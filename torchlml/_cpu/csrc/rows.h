@@ -61,7 +61,7 @@ struct Row {
   bool available(int64_t i) const { return !mask || mask[i]; }
 };
 
-// Returns the part of a tensor that belongs to a row, or null if the tensor is null.
+// Returns a pointer to the entries of a row in a tensor, or null if the tensor is null.
 template <class S>
 S* part_of(void* output, const Span& span) {
   return output ? static_cast<S*>(output) + span.begin : nullptr;

@@ -75,7 +75,7 @@ LML_INLINE Vec<T> splat(T a) {
 
 template <class To, class From>
 LML_INLINE To cast_bits(From a) {
-  static_assert(sizeof(To) == sizeof(From), "a bit cast needs types of equal size");
+  static_assert(sizeof(To) == sizeof(From), "a bit cast requires types of the same size");
   To to;
   std::memcpy(&to, &a, sizeof to);
   return to;
@@ -172,7 +172,8 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
 }
 
 // Computes 1 / a for 1 <= |a| < 1e37. On x86, it avoids division, which would be the most expensive instruction. The
-// result is accurate to about the last digit. With `rough`, a single Newton step leaves it up to 1e-7 too close to 0.
+// result is accurate to about the last digit. With `rough`, only one Newton step is taken, and the result is too close
+// to 0 by a relative error of up to 1e-7.
 template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {
 #if defined(__SSE2__)

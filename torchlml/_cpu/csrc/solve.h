@@ -1,7 +1,7 @@
 // Finds nu for one row of finite entries, such that sum(sigmoid(x + nu)) = k with 0 < k < n.
 //
 // The solver stores one exponential e per entry. Every later evaluation computes y = e * u / (1 + e * u). With a good
-// first guess and Halley's method in log space, two or three evaluations suffice.
+// initial guess and Halley's method in log space, two or three evaluations suffice.
 #pragma once
 
 #include <math.h>
@@ -30,7 +30,7 @@ struct Limits<double> {
   static constexpr double gap = 0.02;
 };
 
-// k and the constants that the first guess derives from it. They are computed once for all rows with the same k and n.
+// k and the constants that the initial guess derives from it, computed once for all rows with the same k and n.
 struct Target {
   double k = 0;
   int64_t n = 0;
@@ -107,7 +107,7 @@ struct Fit {
   Vec<T> tail;  // the last, partial vector of e
 };
 
-// Newton's method from a center: it stores e = exp(+-(x - center)) once (scaled, see vmath.h) and searches for the
+// Newton's method around a center. It stores e = exp(+-(x - center)) once (scaled, see vmath.h) and searches for the
 // delta in z = log e + delta. Call `begin`, then `advance` and `look` in turn as long as `advance` returns true. The
 // separate steps allow the searches of several rows to be interleaved.
 template <class T>
@@ -243,7 +243,7 @@ class Newton {
   static bool close_enough(double step) { return step < L::last_step && step > -L::last_step; }
 
   // The second and third derivatives of sum(y) never exceed the first. This second-order step therefore ends within
-  // 0.7 * |step|^3 of the root, which is the certificate.
+  // 0.7 * |step|^3 of the root. This error bound is the certificate.
   void finish(double step, double curvature) {
     const double s = step * (1 - 0.5 * curvature * step);
     delta_ += s;
@@ -292,8 +292,8 @@ class Newton {
   double residual_, w_, bend_;  // the sums at delta
 };
 
-// Solves a row of finite entries by Newton's method from a center found by selection or, if that fails, by the careful
-// solver. `e` also serves as space for a copy of the row.
+// Solves a row of finite entries by Newton's method from a center found by selection or, if that fails, by the slow
+// solver in careful.cpp. `e` also serves as space for a copy of the row.
 template <class S, class T = typename Work<S>::type>
 __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e, Team team) {
   const auto copy = [&]() {

@@ -1,4 +1,4 @@
-// Checks the tensors of a call, converts them to kernel arguments and allocates results, with LibTorch's stable ABI.
+// Checks the tensors of a call, converts them to kernel arguments and allocates results, using LibTorch's stable ABI.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -48,7 +48,7 @@ Batch make_batch(const Tensor& x, const OptionalTensor& mask, const OptionalTens
   }
   if (offsets) {
     STD_TORCH_CHECK(x.dim() == 1 && offsets->numel() >= 1,
-                    "`x` must be one-dimensional and `offsets` must not be empty if `offsets` is given.");
+                    "If `offsets` is given, it must not be empty and `x` must be one-dimensional.");
     check(*offsets, "offsets", ScalarType::Long, offsets->numel());
     b.offsets = static_cast<const int64_t*>(offsets->const_data_ptr());
     b.rows = offsets->numel() - 1;
@@ -60,7 +60,8 @@ Batch make_batch(const Tensor& x, const OptionalTensor& mask, const OptionalTens
   return b;
 }
 
-// Allocates a contiguous CPU tensor. The C function takes a third of the time of a call through the dispatcher.
+// Allocates a contiguous CPU tensor. Calling aoti_torch_empty_strided directly is three times as fast as a call through
+// the dispatcher.
 Tensor empty(const int64_t* sizes, int64_t dim, int32_t dtype) {
   int64_t strides[2] = {1, 1};
   if (dim == 2) strides[0] = sizes[1] > 1 ? sizes[1] : 1;
@@ -81,7 +82,7 @@ Tensor empty_nu(const Tensor& x, int64_t rows) {
   return empty(sizes, 2, work_dtype(x) == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
 }
 
-// Returns k for each row, or one k for all rows with a stride of 0.
+// Returns a pointer to the values of k. Sets `stride` to 1 if each row has its own k, and to 0 if all rows share one k.
 const double* read_k(const Tensor& k, int64_t rows, int64_t& stride) {
   stride = k.dim() == 0 ? 0 : 1;
   check(k, "k", ScalarType::Double, stride ? rows : 1);

@@ -44,7 +44,7 @@ LML_INLINE V horner(V x, V p, C next, Rest... rest) {
 
 template <class Range = Plain>
 LML_INLINE vfloat vexp(vfloat a) {
-  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
   constexpr float scale = Range::scale(0.0f);
   const vfloat shifted = a * 1.44269504f + shift;
   const vfloat n = shifted - shift;
