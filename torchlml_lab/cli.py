@@ -132,7 +132,7 @@ def _default(kind: type[Any], required: Sequence[str]) -> Any:
 
 
 def draw_all(settings: AllSettings) -> None:
-    """Draw all figures whose data exist. If some fail, raise the first error after drawing the others."""
+    """Draw all figures whose data exists. If some fail, raise the first error after drawing the others."""
     from torchlml_lab.engine.output import new_console
     from torchlml_lab.plots import NotMadeYet
 
@@ -151,7 +151,7 @@ def draw_all(settings: AllSettings) -> None:
 
 
 def _unknown(said: str, name: str, what: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    """Complete a message about an unknown name with the most similar name, or else with all known names."""
+    """Append the most similar known name to an error message, or all known names if none is similar."""
     near = did_you_mean(name, known)
     listed = ", ".join(one for one in known if not one.startswith("-"))
     return f"{said}{near}" if near else f"{said}. The {what} are {listed}."
@@ -202,7 +202,7 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
         raise BadInput(f"`{run}` is not a run directory. Create one with `torchlml train`.")
     experiment = read_json(path, dict).get("experiment")
     if not isinstance(experiment, str):
-        raise BadInput(f"`{path}` is damaged: it does not name an experiment.")
+        raise BadInput(f"`{path}` is damaged: the name of the task is missing.")
     if experiment not in commands.TASKS:
         raise BadInput(f"`{run}` is a run of the task `{experiment}`, which this version does not support.")
     command = by_task[experiment]
@@ -255,7 +255,7 @@ commands:
 options:
   -h, --help     show this help
   --version      show the version
-  --debug        with any command: print a traceback if it fails
+  --debug        print a traceback if the command fails (works with any command)
 
 Run `torchlml COMMAND --help` to see the options of a command.
 """

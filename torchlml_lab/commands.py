@@ -17,7 +17,7 @@ class Command(NamedTuple):
     summary: str = ""
     """A short description, listed in the help of commands such as `torchlml bench`."""
     required: tuple[str, ...] = ()
-    """The names of the settings that have no default and must be given."""
+    """The names of the required settings, which have no default."""
 
 
 class Task(NamedTuple):
@@ -120,17 +120,17 @@ BENCHMARKS = {
     "layer": Command(
         "bench.settings:read_layer",
         "bench.grid_benchmark:layer",
-        "lml compared with softmax, topk, sort and a copy",
+        "time and memory of lml, softmax, topk, sort and a copy",
     ),
     "short": Command(
         "bench.settings:ShortRowsSettings",
         "bench.targets:short_rows",
-        "lml relative to softmax on many short rows, with targets",
+        "speed of lml on many short rows, compared with targets",
     ),
     "constrained": Command(
         "bench.settings:read_constrained",
         "bench.grid_benchmark:constrained",
-        "related operators compared with softmax",
+        "time and memory of operators related to lml",
     ),
     "subsets": Command(
         "bench.settings:SubsetSettings",
@@ -140,12 +140,12 @@ BENCHMARKS = {
     "balanced": Command(
         "bench.settings:BalancedSettings",
         "bench.targets:balanced",
-        "balanced_lml relative to lml, with targets",
+        "speed of balanced_lml, compared with targets",
     ),
     "losses": Command(
         "bench.settings:LossesSettings",
         "bench.targets:losses",
-        "all losses compared with cross-entropy, at fixed sizes",
+        "speed of the losses, compared with cross-entropy",
     ),
     "alternatives": Command(
         "bench.settings:read_alternatives",
@@ -176,12 +176,12 @@ FIGURES = {
     "projection": Command(
         "figures.settings:ProjectionSettings",
         "figures.projection:projection",
-        "ten logits through softmax, sigmoid and lml",
+        "outputs of softmax, sigmoid and lml for ten logits",
     ),
     "sliding-sigmoid": Command(
         "figures.settings:SlidingSigmoidSettings",
         "figures.projection:sliding_sigmoid",
-        "animation: the sigmoid slides until its outputs sum to k",
+        "animation of a sigmoid sliding until its outputs sum to k",
     ),
     "polytopes": Command(
         "figures.settings:PolytopesSettings",
@@ -201,7 +201,7 @@ FIGURES = {
     "which-relaxation": Command(
         "figures.settings:RelaxationsSettings",
         "figures.projection:which_relaxation",
-        "the same logits through five top-k relaxations",
+        "outputs of five top-k relaxations for the same logits",
     ),
     "sets": Command(
         "figures.settings:SetsFigureSettings",
@@ -269,7 +269,7 @@ FIGURES = {
         "the effect of a wrong k, from `torchlml which-k`",
     ),
 }
-ALL_FIGURES = Command("figures.settings:AllSettings", "cli:draw_all", "every figure whose data exist")
+ALL_FIGURES = Command("figures.settings:AllSettings", "cli:draw_all", "every figure whose data exists")
 
 SINGLE = {
     "demo": Command("studies.settings:DemoSettings", "studies.digits.demo:main"),
@@ -279,7 +279,7 @@ SINGLE = {
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
-"""The commands that take no task or other name."""
+"""The commands that are not followed by the name of a task, benchmark or figure."""
 
 SUMMARIES = {
     "demo": "compare five losses on digits with missing labels (one minute)",

@@ -1,4 +1,4 @@
-"""Reading and writing files. Writes are atomic, and paths are checked before any work is done."""
+"""Helpers for reading and writing files, with atomic writes and early checks of output paths."""
 
 import dataclasses
 import gzip
@@ -63,7 +63,7 @@ def check_folder(option: str, folder: Path) -> None:
 
     Args:
         option: The command-line option that gave the path, for error messages.
-        folder: The directory. It and its parents may be missing.
+        folder: The directory. Neither it nor its parents need to exist.
     """
     if folder.is_file():
         raise BadInput(f"`{option}` must be a directory, but `{folder}` is a file.")
@@ -87,22 +87,24 @@ def _check_place(option: str, named: Path, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there) as probe:
             probe.write(b"0")
     except OSError as error:
-        raise BadInput(f"`{option}` names `{named}`, which cannot be written: {reason(error)}.") from error
+        raise BadInput(f"`{named}` (`{option}`) cannot be written: {reason(error)}.") from error
 
 
 @contextmanager
 def writing(what: str, path: Path, kept: str) -> Iterator[None]:
-    """Turn a failure to write a file into an error that also states which results were kept.
+    """Turn a failure to write a file into an error that also states which results are not lost.
 
     Args:
         what: The name of the output, as in "The report".
         path: The file or directory that is written.
-        kept: A clause about the results that were not lost, as in "the tables above are complete".
+        kept: A clause about the remaining results, as in "the tables above are complete".
     """
     try:
         yield
     except OSError as error:
-        raise RuntimeError(f"{what} could not be written to `{path}`: {reason(error)}; {kept}.") from error
+        raise RuntimeError(
+            f"{what} could not be written to `{path}`: {reason(error)}, but {kept}."
+        ) from error
 
 
 BLOCK = 2**20  # the number of bytes to read at once
@@ -119,7 +121,7 @@ def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
     Args:
         path: The file. Gzip is recognized by its first bytes, not by the file name.
         option: The command-line option that gave the path, for error messages.
-        size: The approximate size of a block in bytes. A longer line forms a single block.
+        size: The approximate size of a block in bytes. A line that is longer than this forms its own block.
 
     Yields:
         The text as UTF-8, with `\\n` line endings and without a byte order mark. A file that is empty or
@@ -141,7 +143,7 @@ def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
     # A file without line feeds may use carriage returns as line endings.
     rest = rest.replace(b"\r", b"\n") if line == 1 else rest
     if blank and not rest.strip():
-        raise BadInput(f"`{option}` names `{path}`, which is empty.")
+        raise BadInput(f"`{path}` (`{option}`) is empty.")
     if rest:
         _check_text(rest, path, line)
         yield rest
@@ -158,14 +160,14 @@ def _chunks(path: Path, option: str, size: int) -> Iterator[bytes]:
                 while chunk := file.read(size):
                     yield chunk
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        said = "it is truncated" if isinstance(error, EOFError) else "its gzip data are damaged"
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
+        said = "it is truncated" if isinstance(error, EOFError) else "its gzip data is damaged"
+        raise BadInput(f"`{path}` (`{option}`) cannot be read: {said}.") from error
     except OSError as error:
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
+        raise BadInput(f"`{path}` (`{option}`) cannot be read: {reason(error)}.") from error
 
 
 def _check_text(block: bytes, path: Path, first: int) -> None:
-    """Raise `BadInput` if a block of lines is not text. `first` is the number of its first line."""
+    """Raise `BadInput` if a block is not UTF-8 text. `first` is the line number of its first line."""
     try:
         block.decode("utf-8")
     except UnicodeDecodeError as error:

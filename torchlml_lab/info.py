@@ -25,14 +25,14 @@ def read_arguments(arguments: Sequence[str]) -> None:
 
 
 def main(settings: None = None) -> None:
-    """Print the lines of `report`."""
+    """Print the output of `torchlml info`."""
     for name, values in report().items():
         for i, value in enumerate(values):
             sys.stdout.write(f"{name if i == 0 else '':<12}{value}\n")
 
 
 def report() -> dict[str, list[str]]:
-    """Collect the output of `torchlml info`.
+    """Collect the information that `torchlml info` shows.
 
         >>> report()["python"]
         ['3.12.4']
@@ -40,7 +40,7 @@ def report() -> dict[str, list[str]]:
     Returns:
         One or more lines for each heading.
     """
-    import torch  # imported here, so that arguments are parsed without it
+    import torch  # imported here, so that `--help` does not import torch
 
     import torchlml
 

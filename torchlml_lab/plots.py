@@ -1,4 +1,4 @@
-"""Figures: their common style, input and output files, and the figure in a run's report."""
+"""Shared code for figures: style, input and output files, and the figure in a run's report."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ LOOK: dict[Any, Any] = {
     "legend.handlelength": 1.6,
     "savefig.dpi": 200,
     "savefig.transparent": True,
-    "svg.hashsalt": "torchlml",  # fixed, so that equal figures give identical files
+    "svg.hashsalt": "torchlml",  # fixed, so that identical figures give identical files
 }
 
 
@@ -154,7 +154,7 @@ def draw_recall_and_calibration(
     """Draw recall against k on the left, and accuracy against predicted probability on the right.
 
     Args:
-        recalls: The recall at each k for the run, followed by that for a baseline. The keys are the names in
+        recalls: The recall at each k for the run and for a baseline, in this order. The keys are the names in
             the legend.
         calibration: The mean probability and the fraction of correct predictions, for each group of
             predictions with similar probabilities.
@@ -277,6 +277,6 @@ def check_not_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
     for method, recipe in recipes:
         if only.setdefault(method, recipe) != recipe:
             raise BadInput(
-                f"`--csv` must contain one set of hyperparameters per method, but in `{path}`, a "
-                f"tuning sweep, `{method}` was run with several settings."
+                f"`{path}` (`--csv`) must contain one set of hyperparameters per method, but it is a "
+                f"tuning sweep, in which `{method}` was run with several settings."
             )

@@ -135,16 +135,16 @@ def test_quick_sets_defaults_that_other_options_override(monkeypatch):
     rejections(
         "`{}` must be integers, `n/NUMBER` or `n-NUMBER`, but it contains `{}`", "--ks n*2", "--ks 2.5"
     ),
-    rejections("for one of `--sizes`, but it is {1}", "--ks 0", "--ks 24", "--ks n/0"),
+    rejections("for an n in `--sizes`, but it is {1}", "--ks 0", "--ks 24", "--ks n/0"),
     rejections("but it contains `{1}`", "--dtypes int8", "--providers softmin", "--modes sideways"),
     rejections("but it contains `{1}`", "--metrics energy"),
     rejections("`{}` must be a file, but `{}` is a directory", "--csv .", "--plot ."),
-    rejections("`{}` names `{}`", "--compare no-such-file.csv"),
+    rejections("`{1}` (`{0}`)", "--compare no-such-file.csv"),
     rejections("`{}` needs", "--sizes", "--modes"),
     rejections("`{}`", "--sizes a", "--ks", "--batches x", "--repetitions 1.5"),
     {"--nonsense": "no option `--nonsense`", "--repetition 3": "Did you mean `--repetitions`?"},
     {"--plot x.pdf": "must end in `.png` or `.svg`", "--quick yes": "yes"},
-    {f"{option} '{__file__}'": f"`{option}` names" for option in ("--csv", "--compare")},
+    {f"{option} '{__file__}'": f"`{__file__}` (`{option}`)" for option in ("--csv", "--compare")},
 )
 def test_bad_input_is_a_one_line_error_before_any_work(capsys, tmp_path, monkeypatch, options, needle):
     monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("a measurement was started"))
@@ -154,11 +154,11 @@ def test_bad_input_is_a_one_line_error_before_any_work(capsys, tmp_path, monkeyp
 
 
 def test_an_unavailable_provider_is_rejected_with_the_reason(capsys, monkeypatch):
-    absent = replace(LAYER[1], absent=lambda: "it rains")
+    absent = replace(LAYER[1], absent=lambda: "no GPU")
     monkeypatch.setattr(grid_benchmark, "LAYER", (LAYER[0], absent))
     code, _, err = bench(capsys, "--providers", absent.name)
     assert code == 2
-    assert err == f"torchlml: `--providers` names `{absent.name}`, which is not available: it rains.\n"
+    assert err == f"torchlml: `--providers` contains `{absent.name}`, which is not available: no GPU.\n"
 
 
 def test_the_thread_count_is_restored_even_after_a_failure(monkeypatch, capsys, tmp_path):
@@ -288,7 +288,7 @@ def test_an_unwritable_path_is_rejected_before_any_work(capsys, tmp_path, monkey
     monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("a measurement was started"))
     code, out, err = bench(capsys, *NARROW, option, place)
     assert (code, out) == (2, "")
-    assert f"`{option}` " in err
+    assert f"`{option}`" in err
     assert f"`{place}`" in err
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
 

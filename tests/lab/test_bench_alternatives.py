@@ -1,4 +1,4 @@
-"""`torchlml bench alternatives`: the reported properties of each method are correct and are saved."""
+"""`torchlml bench alternatives`: the properties of each method are correct and are written to the CSV."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 CASE = Case(n=12, k=3, batch=4, scale=1.0, dtype="float32", threads=1)
 TINY = ["--sizes", "8", "24", "--k", "3", "--batch", "3", "--repetitions", "2", "--seconds", "0"]
 TINY += ["--equal", "40", "--methods", "lml-torch", "softmax-times-k"]
-# Rows without ties, with ties, with equal entries only, and with large gaps.
+# A row without ties, a row with ties, a row of equal entries, and a row with large gaps.
 ROWS = {
     "spread": [2.5, 1.0, 0.7, 0.1, -0.4, -1.1, -3.0],
     "ties": [1.0, 1.0, 1.0, 0.0, 0.0, -2.0, -2.0],
@@ -59,7 +59,7 @@ class _SlopeOff(torch.autograd.Function):
 
 
 def _solved(row: list[float], k: int, share: Callable[[mpmath.mpf], mpmath.mpf]) -> list[float]:
-    """Return share(x - b) for every entry x, with b from a 60-digit bisection that makes the sum k."""
+    """Return share(x - b) for every entry x, where b makes the sum k. Uses bisection with 60 digits."""
     with mpmath.workdps(60):
         x = [mpmath.mpf(value) for value in row]
         low, high = min(x) - 50, max(x) + 50
@@ -136,7 +136,7 @@ def test_lml_has_every_ability_and_a_raising_method_has_none() -> None:
     assert abilities(_raises) == dict.fromkeys(ABILITIES, False)
 
 
-# Each function lacks one ability, but returns a wrong result instead of raising an error.
+# Each function lacks one ability. If that ability is tested, the function returns a wrong result.
 LOSES = {
     "-inf": lambda x, k: scaled_softmax(x, k) + 0 * x.amin(-1, keepdim=True),
     "vmap": lambda x, k: scaled_softmax(x, k) * (0.5 if torch._C._are_functorch_transforms_active() else 1.0),
@@ -201,7 +201,7 @@ def test_missing_packages_are_reported_once_and_listed_in_the_table(
     (line,) = (line for line in out.splitlines() if line.startswith("| difftopk"))
     assert line.count("not installed") == len(ABILITIES)
     words = ["bench", "alternatives", "--methods", "difftopk"]
-    assert "`--methods` names `difftopk`, which is not available: the package" in rejected(capsys, words)
+    assert "`--methods` contains `difftopk`, which is not available: the package" in rejected(capsys, words)
 
 
 def test_a_missing_dependency_of_a_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`torchlml bench losses`: the rows are complete, and the ratio of each baseline to itself is 1."""
+"""`torchlml bench losses`: the CSV is complete, and the ratio of each baseline to itself is 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
         rows = list(csv.DictReader(file))
     compared = {(row["operator"], row["n"], row["k"]) for row in rows}
     assert len(compared) == 5
-    # These rows are not mistaken for rows from the paper's study.
+    # These rows are not mistaken for measurements of the paper's timing study.
     assert not paper.of_study(measurements.read(path, "--csv"))
     for row in rows:
         assert float(row["p50"]) > 0

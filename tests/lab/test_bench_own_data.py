@@ -110,7 +110,7 @@ def test_no_other_threshold_has_better_sets(seed, least):
 @pytest.mark.parametrize(
     ("scores", "labels", "least"),
     [
-        # A threshold is enough. The other two cases have scores on a different scale in each row.
+        # In the first case, a threshold is enough. In the others, each row's scores have a different scale.
         ([[2, 1, -1], [1, -1, -2]], [[1, 1, 0], [1, 0, 0]], 0),
         ([[-5, -6, -7], [5, 4, -4]], [[1, 0, 0], [1, 1, 0]], 1),
         ([[-5, -6, -7], [5, 4, -4]], [[1, 1, 0], [1, 1, 0]], 2),
@@ -124,7 +124,7 @@ def test_the_best_rule_is_chosen(scores, labels, least):
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """A data directory with small files in place of corel5k."""
+    """A data directory in which small files replace those of corel5k."""
     folder = tmp_path / "data" / "multilabel"
     folder.mkdir(parents=True)
     import gzip
@@ -188,16 +188,14 @@ def test_bad_options(options, needle, tmp_path, capsys):
 def test_missing_data_files_are_reported(tmp_path, capsys):
     words = ["bench", "own-data", "--data", tmp_path, "--csv", tmp_path / "rows.csv", "--sets", "bibtex"]
     said = rejected(capsys, [*words, "--methods", "LinearSVC"])
-    assert f"`--data` is `{tmp_path}`, which does not contain `multilabel/bibtex.train.svm.gz`" in said
+    assert f"`{tmp_path}` (`--data`) does not contain `multilabel/bibtex.train.svm.gz`" in said
 
 
 def test_an_incomplete_csv_is_not_drawn(tmp_path, capsys):
     rows = own_data.TABLE.read(RESULTS / "own-data.csv", "--csv")
     words = ["figures", "own-data", "--csv", tmp_path / "rows.csv", "--out", tmp_path / "x.png"]
     own_data.TABLE.write(tmp_path / "rows.csv", rows[1:])
-    assert "which is incomplete: on bibtex with 300 samples, `LibMultiLabel` does not" in rejected(
-        capsys, words
-    )
+    assert "is incomplete: results for some seeds of `LibMultiLabel` on bibtex" in rejected(capsys, words)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 

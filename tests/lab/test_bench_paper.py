@@ -49,7 +49,7 @@ def test_run_writes_every_competitor_the_figure_and_the_claims(capsys, tmp_path)
 
 
 class _Interrupted:
-    """Functions that do nothing, in place of the study's losses. Call number `stop` raises `error`."""
+    """Stand-ins for the study's losses that compute nothing. Call number `stop` raises `error`."""
 
     def __init__(self, stop, error=KeyboardInterrupt):
         self.begun, self.stop, self.error = 0, stop, error
@@ -80,7 +80,7 @@ def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, mo
     again = _Interrupted(None)
     monkeypatch.setattr(paper, "_calls", again.calls)
     assert study("--csv", path, "--resume") == 0
-    assert again.begun == 48  # only the second length
+    assert again.begun == 48  # only the second row length is timed
     rows = measurements.read(path, "--csv")
     assert rows[:32] == kept
     assert {row.n for row in rows[32:]} == {30}
@@ -119,13 +119,13 @@ def test_the_default_problems_are_those_of_section_5_1(monkeypatch):
 
 
 @each_rejection(
-    rejections("`{}` names `{}`", "--plot /proc/x.png", "--csv /proc/x.csv"),
+    rejections("`{1}` (`{0}`)", "--plot /proc/x.png", "--csv /proc/x.csv"),
     rejections("`{}` must be a file, but `{}` is a directory", "--plot .", "--csv ."),
     rejections("`{}` must be finite and at least 1, but it is {}", "--ks 0", "--batch 0", "--trials 0"),
     rejections("`{}` must be below 12, the smallest of `--sizes`, but it contains {}", "--ks 5 20"),
     rejections("`{}` must be an integer, but got `{}`", "--ks n/2"),
     {"--scales 1": "no option `--scales`", "--plot x.pdf": "must end in `.png`"},
-    {f"--csv '{__file__}'": "`--csv` names"},
+    {f"--csv '{__file__}'": f"`{__file__}` (`--csv`)"},
 )
 def test_bad_input_is_rejected_before_the_work(capsys, tmp_path, monkeypatch, options, needle):
     monkeypatch.chdir(tmp_path)
@@ -151,7 +151,7 @@ def test_every_competitor_computes_its_loss():
 
 
 def measured(**ratios):
-    """Return rows in which each method takes the given multiples of the baseline's time (k = 5 and 100)."""
+    """Return measurements with the given times for k = 5 and k = 100, as multiples of the baseline's time."""
     everything = dict.fromkeys(paper.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }

@@ -1,4 +1,4 @@
-"""`torchlml bench subsets` and `torchlml figures sets`: compared methods, and the table in docs/sets.md."""
+"""`torchlml bench subsets` and `torchlml figures sets`: the methods, and the table in docs/sets.md."""
 
 import re
 from pathlib import Path

@@ -26,7 +26,7 @@ class _NoisyMachine:
 
     def call(self, name, seconds):
         def run():
-            # As on a shared machine, the speed changes: after every 20 calls, from full to a tenth or back.
+            # Simulate a shared machine: after every 20 calls, the speed drops to a tenth or recovers.
             slowdown = 10 if sum(self.calls.values()) // 20 % 2 else 1
             self.calls[name] += 1
             self.now += seconds * slowdown
@@ -54,7 +54,7 @@ def test_a_slow_competitor_does_not_starve_the_others(monkeypatch):
     result = timing.race(calls, "base", repetitions=50, seconds=1)
     assert result["base"].rounds == 50
     assert result["slow"].rounds == 1
-    assert machine.calls["slow"] == 2  # including one for warm-up
+    assert machine.calls["slow"] == 2  # including one warm-up call
 
 
 def test_garbage_collection_is_paused_only_during_timing():

@@ -28,7 +28,7 @@ def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
     part = some_part()
     noisy = data.with_noise(part, probability, seed=3)
     assert (noisy.fine % 20 == part.coarse).all()
-    # A resampled label is unchanged in one of five cases. Allow for five standard deviations.
+    # A resampled label is unchanged in one of five cases. The tolerance is five standard deviations.
     rate = 0.8 * probability
     share = (noisy.fine != part.fine).double().mean().item()
     assert abs(share - rate) <= 5 * (rate * (1 - rate) / len(part)) ** 0.5

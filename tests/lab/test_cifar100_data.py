@@ -14,7 +14,7 @@ from torchlml_lab.studies.cifar100 import data
 
 
 def batch(count, seed=0):
-    """Return a file in the official format, in which fine labels are balanced and coarse = fine mod 20."""
+    """Return a dictionary in the official format, with balanced fine labels and coarse labels `fine % 20`."""
     random = np.random.default_rng(seed)
     fine = np.arange(count) % 100
     return {
@@ -72,7 +72,7 @@ def test_a_hostile_pickle_is_not_executed(capsys, folder, protocol, where):
     (folder / "train").write_bytes(pickle.dumps(content, protocol))
     assert cli.main(["train", "cifar100", "--data", str(folder), "--out", str(folder / "run")]) == 2
     error = capsys.readouterr().err
-    assert ".check_call`, which no CIFAR-100 file does" in error
+    assert ".check_call`, which CIFAR-100 files do not use" in error
     assert str(folder / "train") in error
     assert not marker.exists()
     assert not (folder / "run").exists()
@@ -93,7 +93,7 @@ def test_a_hostile_pickle_is_not_executed(capsys, folder, protocol, where):
     ids=["eval", "getattr", "fromfile", "torch.load", "open"],
 )
 def test_only_arrays_may_be_rebuilt(attack):
-    with pytest.raises(pickle.UnpicklingError, match="which no CIFAR-100 file does"):
+    with pytest.raises(pickle.UnpicklingError, match="which CIFAR-100 files do not use"):
         data.load(pickle.dumps(attack, 2))
 
 
@@ -109,10 +109,10 @@ def changed(**changes):
         (b"not a pickle at all", "damaged"),
         (pickle.dumps([1, 2], 2), "it does not contain a dictionary"),
         (pickle.dumps({b"data": batch(3)[b"data"]}, 2), "it has no `fine_labels`"),
-        (changed(fine_labels=[100] * 40), "its fine labels are not all integers from 0 to 99"),
-        (changed(fine_labels=[-1] * 40), "its fine labels are not all integers from 0 to 99"),
-        (changed(coarse_labels=[20] * 40), "its coarse labels are not all integers from 0 to 19"),
-        (changed(fine_labels=[0.5] * 40), "its fine labels are not all integers from 0 to 99"),
+        (changed(fine_labels=[100] * 40), "its fine labels must be integers from 0 to 99"),
+        (changed(fine_labels=[-1] * 40), "its fine labels must be integers from 0 to 99"),
+        (changed(coarse_labels=[20] * 40), "its coarse labels must be integers from 0 to 19"),
+        (changed(fine_labels=[0.5] * 40), "its fine labels must be integers from 0 to 99"),
         (changed(fine_labels=[1] * 39), "39 fine and 40 coarse labels"),
         (changed(data=np.zeros((40, 3071), np.uint8)), "(40, 3071)"),
         (changed(data=np.zeros((40, 3072), np.float32)), "not a 2-D array of bytes"),
@@ -155,7 +155,7 @@ def features_of(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "needle"),
     [
-        ({"coarse": None}, "must contain `coarse`"),
+        ({"coarse": None}, "has no array `coarse`"),
         ({"x": np.ones((199, 4), np.float32)}, "shape (199, 4)"),
         ({"x": np.full((200, 4), np.nan, np.float32)}, "`x` must be finite"),
         ({"fine": np.full(200, 100)}, "`fine` must contain only integers from 0 to 99"),

@@ -39,8 +39,6 @@ def run(capsys, *words):
 
 
 def raising(error):
-    """Return a function that raises `error`."""
-
     def fail():
         raise error
 

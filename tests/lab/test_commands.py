@@ -98,7 +98,7 @@ def test_help_without_a_run_lists_the_options_of_every_task(capsys, monkeypatch,
 
 
 def boxes(capsys, *words):
-    """Return the options in each box of a help text, keyed by the box's title."""
+    """Map the title of each section in a help text to the options in that section."""
     assert cli.main([*words, "--help"]) == 0
     parts = re.split(r"^ (\S.*\S) +\n -+ $", capsys.readouterr().out, flags=re.MULTILINE)[1:]
     return {

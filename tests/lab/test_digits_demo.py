@@ -1,4 +1,4 @@
-"""The demo: its data, its metrics checked by hand, and sentences that match the numbers."""
+"""The demo: its data, its metrics (checked by hand), and the sentences in its report."""
 
 import re
 
@@ -81,8 +81,8 @@ def results_where(lml, softmax, count=10.0):
 @pytest.mark.parametrize(
     ("lml", "softmax", "said"),
     [
-        ((0.9, 0.8, 0.7), (0.8, 0.7, 0.6), "LML is higher in every seed, by 0.100 ± 0.000"),
-        ((0.8, 0.7, 0.6), (0.9, 0.8, 0.7), "LML is lower in every seed, by 0.100 ± 0.000"),
+        ((0.9, 0.8, 0.7), (0.8, 0.7, 0.6), "LML is higher for every seed, by 0.100 ± 0.000"),
+        ((0.8, 0.7, 0.6), (0.9, 0.8, 0.7), "LML is lower for every seed, by 0.100 ± 0.000"),
         ((0.9, 0.7, 0.7), (0.8, 0.8, 0.6), "there is no consistent difference: +0.033 ± 0.115"),
     ],
 )
@@ -132,7 +132,7 @@ def test_an_unwritable_path_is_rejected_before_any_work(capsys, tmp_path, monkey
     monkeypatch.setattr(demo, "run", None)
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "x")]) == 2
-    assert "which cannot be written: not a directory" in capsys.readouterr().err
+    assert "(`--out`) cannot be written: not a directory" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):

@@ -86,4 +86,6 @@ def test_bad_options(capsys, options, needle):
 def test_an_unwritable_path_is_rejected_before_any_work(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(which_k, "run", None)
     (tmp_path / "file").write_text("")
-    assert "which cannot be written" in rejected(capsys, ["which-k", "--csv", tmp_path / "file" / "x.csv"])
+    assert "(`--csv`) cannot be written" in rejected(
+        capsys, ["which-k", "--csv", tmp_path / "file" / "x.csv"]
+    )

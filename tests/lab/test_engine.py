@@ -32,7 +32,7 @@ from torchlml_lab.studies.cifar100.task import feature_head
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
-    """A small file of synthetic frozen features whose classes (100 fine, 20 coarse) are easy to learn."""
+    """A small file of synthetic features whose classes (100 fine, 20 coarse) are easy to learn."""
     return write_features(tmp_path_factory.mktemp("features"), 16)
 
 
@@ -118,7 +118,7 @@ def test_an_interrupted_run_says_how_to_continue(features, whole, tmp_path):
     wait_for_epoch(out, 1, running)
     running.send_signal(signal.SIGINT)
     _, errors = output(running, code=130, seconds=60)
-    said = re.fullmatch(r"torchlml: Interrupted; .* saved\. Resume the run with `torchlml (.*)`\.\n", errors)
+    said = re.fullmatch(r"torchlml: Interrupted\. .* saved\. Resume the run with `torchlml (.*)`\.\n", errors)
     assert said, errors
     output(start(said[1].split()))
     same(out, whole)
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
         errors
     )
     why = "file too large" if kept == "nothing" else r"a file is incomplete .free disk space: .* GB"
-    assert re.search(f"`{out}`: {why}[^;]*; earlier epochs are intact", errors), errors
+    assert re.search(rf"`{out}`: {why}.*\. Earlier epochs are intact", errors), errors
     assert "enforce" not in errors
     assert "os error" not in errors
     assert (out / "state.json").read_bytes() == before
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
 
 @pytest.fixture
 def unfinished(whole, tmp_path):
-    """A copy of the uninterrupted run without the result of the final test."""
+    """A copy of the uninterrupted run without its test result."""
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     return tmp_path / "run"
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_rejected(capsys, unfinished, name):
 
 @pytest.mark.parametrize("kept", [0, 100, None])
 def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
-    """Without the saved states, a resumed run would use different random numbers and get other metrics."""
+    """Without the saved states, a resumed run would use other random numbers and report other metrics."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     if kept is None:
         path.unlink()
@@ -379,7 +379,7 @@ def test_an_unwritable_output_directory_is_rejected_before_any_work(capsys, feat
     monkeypatch.setattr(run_of_engine, "_Run", work)
     for out in ("/proc/nothing/run", features / "run"):
         error = rejected(capsys, words(features, out))
-        assert f"`--out` names `{out}`, which cannot be written" in error
+        assert f"`{out}` (`--out`) cannot be written" in error
 
 
 @pytest.mark.parametrize("name", ["state.json", "run.json", "settings.json"])
@@ -405,7 +405,7 @@ def test_two_processes(features, tmp_path):
     assert state["processes"] == 2
     lines = lines_of(out)
     assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
-    # The model learned, and every sample was counted once: one process with the same weights gets the same
+    # The model learned. If every sample was counted once, one process with the same weights gets the same
     # test result.
     assert lines[-1]["top5"] > 0.5
     network = feature_head(16, 100).eval()

@@ -15,9 +15,9 @@ def test_checking_a_writable_path_creates_nothing(tmp_path):
 def test_unwritable_paths_are_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
-        with pytest.raises(BadInput, match=f"`--out` names `{place}`, which cannot be written: not a dir"):
+        with pytest.raises(BadInput, match=rf"`{place}` \(`--out`\) cannot be written: not a dir"):
             check_folder("--out", place)
-        with pytest.raises(BadInput, match=f"`--csv` names `{place}`, which cannot be written: "):
+        with pytest.raises(BadInput, match=rf"`{place}` \(`--csv`\) cannot be written: "):
             check_file("--csv", place)
     with pytest.raises(BadInput, match=r"`--out` must be a directory, but .* is a file"):
         check_folder("--out", tmp_path / "file")
@@ -26,6 +26,6 @@ def test_unwritable_paths_are_rejected(tmp_path):
 
 
 def test_a_full_disk_error_names_the_kept_results(tmp_path):
-    with pytest.raises(RuntimeError, match="there is no space left on the disk; the rows are above"):  # noqa: SIM117
+    with pytest.raises(RuntimeError, match="there is no space left on the disk, but the rows are above"):  # noqa: SIM117
         with writing("The table", tmp_path / "x", "the rows are above"):
             raise OSError(28, "No space left on device")

@@ -27,7 +27,7 @@ LAYERS = (
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Return the modules of torchlml_lab, keyed by name."""
+    """Map the name of each module of torchlml_lab to its path."""
     found = {}
     for path in sorted((root / "torchlml_lab").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts

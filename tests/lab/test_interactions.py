@@ -53,20 +53,20 @@ def test_columns_are_chosen_by_name(tmp_path):
 
 
 WRONG = {
-    "empty.txt": (b"", "`--train` names `{}`, which is empty."),
-    "empty.csv": (b" \n", "`--train` names `{}`, which is empty."),
+    "empty.txt": (b"", "`{}` (`--train`) is empty."),
+    "empty.csv": (b" \n", "`{}` (`--train`) is empty."),
     "header.csv": (b"user,item\n", "`{}` has a header, but no user-item pairs."),
     "only-users.txt": (
         b"ann\nbob\n",
-        "`--train` names `{}`, which contains no user-item pairs. Pass a .csv",
+        "`{}` (`--train`) contains no user-item pairs. Pass a .csv",
     ),
     "commas.txt": (
         b"ann,fig\nbob,fig\n",
-        "`--train` names `{}`, which contains no user-item pairs. Pass a",
+        "`{}` (`--train`) contains no user-item pairs. Pass a",
     ),
     "pairs.jsonl": (
         b'{"user": 1, "item": 2}',
-        "`--train` names `{}`, but .jsonl files are not supported. Pass a .csv, .tsv or",
+        "`{}` (`--train`) cannot be read: .jsonl files are not supported. Pass a .csv, .tsv or",
     ),
     "latin.txt": ("ann apple\nbjörn fig\n".encode("latin-1"), "`{}`, line 2: the text is not UTF-8."),
     "binary.txt": (
@@ -75,9 +75,9 @@ WRONG = {
     ),
     "half.txt.gz": (
         gzip.compress(LINES.encode())[:-9],
-        "`--train` names `{}`, which cannot be read: it is truncated",
+        "`{}` (`--train`) cannot be read: it is truncated",
     ),
-    "damaged.txt.gz": (b"\x1f\x8b" + b"x" * 30, "`--train` names `{}`, which cannot be read: its gzip data"),
+    "damaged.txt.gz": (b"\x1f\x8b" + b"x" * 30, "`{}` (`--train`) cannot be read: its gzip data"),
     "short.csv": (CSV[:-8].encode(), "`{}`, line 7: the line has 2 fields, but the header has 3 (`6,an`)."),
     "no-item.csv": (b"user,item\nann,\n", "`{}`, line 2: the item is empty."),
     "no-user.csv": (b"user,item\nann,fig\n,fig\n", "`{}`, line 3: the user is empty."),
@@ -142,7 +142,7 @@ def test_bad_ratings_and_times_raise(tmp_path, text, options, said):
 
 def test_missing_files_and_columns_are_named(tmp_path):
     path = tmp_path / "a.csv"
-    with pytest.raises(BadInput, match=r"`--test` names .*, which cannot be read: no such file"):
+    with pytest.raises(BadInput, match=r"\(`--test`\) cannot be read: no such file"):
         read_interactions(path, "--test")
     path.write_text(CSV)
     with pytest.raises(

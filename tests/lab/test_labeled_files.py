@@ -114,7 +114,7 @@ def test_names_of_numbered_labels(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="line 3: the name `a` is also on line 1"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
     names.write_text("a\nb\nc\n")
-    with pytest.raises(BadInput, match="for the labels from 0 to 2, and a sample has the label `10`"):
+    with pytest.raises(BadInput, match="for labels 0 to 2, and a sample has the label `10`"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
 
 
@@ -140,7 +140,7 @@ BAD_LINES = {
     "1 5 5\n1 5:1": "line 2: feature 5 is out of range, because the first line declares 5 features, from 0",
     "1 5 5\n5 1:1": "line 2: label `5` is out of range, because the first line declares 5 labels, from 0 to",
     "1 5 5\n² 1:1": "line 2: label `²` is out of range, because the first line declares 5 labels, from 0 to",
-    "1 99999999999 5\n1 1:1": "line 1: at most 2147483648 features are supported, not 99999999999",
+    "1 99999999999 5\n1 1:1": "at most 2147483648 features are supported, but 99999999999 are declared",
     "": "is empty",
     "  \n \n": "is empty",
 }
@@ -216,7 +216,7 @@ def test_parquet_with_two_columns_of_the_same_name(tmp_path: Path) -> None:
 def test_bad_npz(tmp_path: Path) -> None:
     x, y = tmp_path / "x.npz", tmp_path / "y.npz"
     sparse.save_npz(x, sparse.csr_array(X))
-    with pytest.raises(BadInput, match=r"Pass a second `.npz` file with its labels as `--train-labels`"):
+    with pytest.raises(BadInput, match=r"Pass a second `.npz` file with the labels as `--train-labels`"):
         read_labeled(x, "--train")
     sparse.save_npz(y, sparse.csr_array(np.ones((2, 4))))
     with pytest.raises(BadInput, match=r"has 3 rows, but .* has 2"):
@@ -416,7 +416,7 @@ def test_columns_that_number_the_samples_are_not_inputs(tmp_path: Path) -> None:
     path = table(tmp_path / "a.csv", ["", "doc_id", "body", "group_id", "tags"], rows)
     _, columns = read_labeled(path, "--train")
     assert columns == Columns(("body",), ("group_id",), ("tags",), ",")
-    # If a table has no other columns, such columns are used as inputs.
+    # If a table has no other columns, a column that numbers the samples is used as an input.
     _, columns = read_labeled(table(path, ["id", "tags"], [(1, "x"), (2, "y")]), "--train")
     assert columns == Columns((), ("id",), ("tags",), ",")
 
@@ -567,7 +567,9 @@ def test_several_sparse_files_are_read_as_one(tmp_path: Path) -> None:
     rows, _ = read_samples(tmp_path / "x-*.npz", "--train", labels=tmp_path / "y-*.npz")
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == [["0"], ["1"], ["2"]]
-    with pytest.raises(BadInput, match=r"`--train-labels` must name as many files as `--train` \(2\), but"):
+    with pytest.raises(
+        BadInput, match=r"`--train-labels` must contain as many files as `--train` \(2\), but"
+    ):
         read_samples(tmp_path / "x-*.npz", "--train", labels=tmp_path / "y-1.npz")
 
 
@@ -586,8 +588,8 @@ def test_incompatible_files_are_rejected(tmp_path: Path) -> None:
             {"a.txt": "1 3 9\n1 2:1\n", "b.txt": "1 4 9\n1 2:1\n"},
             "same number of features, but .*a.txt` declares 3 and .*b.txt` declares 4",
         ),
-        "no matches": ({"a.txt": SVMLIGHT}, r"`--train` names .*\*.csv`, which matches no files"),
-        "empty": ({}, "names the directory .*, which contains no files"),
+        "no matches": ({"a.txt": SVMLIGHT}, r"\*.csv` \(`--train`\) matches no files"),
+        "empty": ({}, r"The directory .* \(`--train`\) contains no files"),
     }
     for name, (files, needle) in cases.items():
         folder = tmp_path / name
@@ -597,7 +599,7 @@ def test_incompatible_files_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match=needle):
             read_samples(folder / "*.csv" if name == "no matches" else folder, "--train")
     (tmp_path / "a.csv").write_text(WHOLE)
-    with pytest.raises(BadInput, match=r"`--train` names .*a.csv` twice"):
+    with pytest.raises(BadInput, match=r"`--train` contains .*a.csv` twice"):
         read_samples((tmp_path / "a.csv", tmp_path / "a.csv"), "--train")
     # Columns that the user did not choose may differ between files.
     (tmp_path / "b.csv").write_text("text,tags\nsix,9\n")

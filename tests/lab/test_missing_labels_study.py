@@ -23,7 +23,7 @@ from torchlml_lab.studies.settings import MissingLabelsSettings
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Small data sets: `yeast` without an official split, and `voc2012` with published observed labels."""
+    """Small versions of `yeast`, without an official split, and `voc2012`, with published observed labels."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(160, 5)).astype(np.float32)
     y = x @ generator.normal(size=(5, 6)) > 0.7
@@ -222,7 +222,6 @@ def test_a_killed_study_continues_with_the_same_numbers(folder, tmp_path, capsys
 
 
 def test_a_better_configuration_replaces_the_result(folder, tmp_path, capsys, monkeypatch):
-    """A result is recomputed if its configuration is no longer the best one."""
     monkeypatch.setattr(study, "METHODS", {"an": METHODS["an"]})
     words = command(folder, tmp_path, "--heads", "linear")
     assert cli.main(words) == 0
@@ -257,10 +256,10 @@ def test_results_of_other_settings_are_rejected(folder, tmp_path, capsys, monkey
     monkeypatch.setattr(study, "METHODS", {"an": METHODS["an"]})
     assert cli.main(command(folder, tmp_path, "--heads", "linear")) == 0
     assert cli.main([*command(folder, tmp_path, "--heads", "linear"), "--steps", "10"]) == 2
-    assert "`--steps` is 10, but `--out` names" in capsys.readouterr().err
+    assert "(`--out`) contains results for" in capsys.readouterr().err
     (tmp_path / "results.csv").write_text("a,b\n1,2\n")
     assert cli.main(command(folder, tmp_path, "--heads", "linear")) == 2
-    assert "is not a sweep CSV" in capsys.readouterr().err
+    assert "is not a results CSV" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -273,8 +272,8 @@ def test_results_of_other_settings_are_rejected(folder, tmp_path, capsys, monkey
         (["--minutes", "-1"], "`--minutes` must be at least 0, but it is -1"),
         (["--minutes", "nan"], "`--minutes` must be at least 0, but it is nan"),
         (["--threads", "0"], "`--threads` must be from 1 to"),
-        (["--datasets", "cal500"], "the data set cal500 is missing"),
-        (["--data", "nowhere"], "`--data` names `nowhere`"),
+        (["--datasets", "cal500"], "does not contain the data set cal500"),
+        (["--data", "nowhere"], "`nowhere` (`--data`)"),
     ],
 )
 def test_bad_options(folder, tmp_path, capsys, monkeypatch, words, needle):

@@ -39,7 +39,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run with default settings, and its output."""
+    """A run with default settings, and what it printed."""
     out = tmp_path_factory.mktemp("run") / "run"
     return out, output(start(["train", "multilabel", "--train", str(texts), "--out", str(out)]))[0]
 
@@ -79,7 +79,7 @@ def predict(run: Path, data: Path, out: Path, *more: str) -> list[dict]:
 
 def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
     out, printed = run
-    assert "200 training samples with 1.6 of 6 labels on average; 100 more samples held out" in printed
+    assert "200 training samples with 1.6 of 6 labels on average. 100 more samples are held out" in printed
     assert "Columns: texts from `text`, labels from `tags`, separated by ';'." in printed
     assert "Training with the loss `lml` and each sample's number of labels as k." in printed
     mean = re.search(r"k = 2, the mean number of labels per .* \((1\.\d\d)\) rounded", printed)
@@ -172,7 +172,7 @@ def test_samples_without_labels_are_examples_of_no_label(flags, tmp_path, capsys
     words = ["train", "multilabel", "--train", str(flags), "--out", str(out), "--epochs", "5"]
     assert cli.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "300 of 450 samples have no labels and are kept as examples that no label applies to." in said
+    assert "300 of 450 samples have no labels and are kept as examples to which no label applies." in said
     assert "Training with the loss `bce`. `lml` needs at least one label per sample" in said
     assert json.loads((out / "settings.json").read_text())["loss"] == "bce"
     calibration = json.loads((out / "calibration.json").read_text())
@@ -208,7 +208,7 @@ def test_samples_without_labels_are_skipped_on_request_or_if_ambiguous(flags, tm
     words[3] = str(tmp_path / "tags")
     assert cli.main([*words, str(data)]) == 0
     said = capsys.readouterr().out
-    assert "30 of 90 samples have no labels and were skipped. Use `--unlabeled keep` to train on such" in said
+    assert "30 of 90 samples have no labels and were skipped. Use `--unlabeled keep` to include such" in said
     words[3] = str(tmp_path / "kept")
     assert cli.main([*words, str(data), "--unlabeled", "keep"]) == 0
     assert json.loads((tmp_path / "kept" / "preparation.json").read_text())["rows"] == 60
@@ -322,7 +322,7 @@ def test_two_processes(texts, tmp_path, capsys):
     assert printed.count("held out for validation") == 1
     assert printed.count("The report is") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
-    # Every sample was counted once: one process with the same weights gets the same result.
+    # If every sample was counted once, one process with the same weights gets the same result.
     before = json.loads((out / "result.json").read_text())["validation"]
     assert cli.main(["evaluate", str(out)]) == 0
     line = next(line for line in (out / "report.md").read_text().splitlines() if line.startswith("| 3 |"))
@@ -380,7 +380,7 @@ def test_large_feature_indices_take_no_memory():
     first = np.array([3 / 3, 4 / 4]) / np.sqrt(2)
     assert found[0] == pytest.approx(np.array([[*first, 0], [0, 1, 0], [0, 0, 1]]))
     assert np.array_equal(*found)
-    # Features that are not in the training rows are counted as unknown, not mapped to a neighboring feature.
+    # Features that are not in the training data are counted as unknown, not mapped to a neighboring feature.
     other = sparse.csr_array(([1.0, 1.0, 5.0], [1, 299, 300], [0, 1, 2, 3]), shape=(3, 301), dtype=np.float32)
     prepared = fitted.apply(LabeledRows(other, labels, names))
     assert (prepared.unknown, prepared.empty) == (2, 2)
@@ -408,7 +408,7 @@ BAD = {
         ROWS,
         "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`",
     ),
-    "--separator ''": (ROWS, "`--separator` must be the text between two labels, but it is empty"),
+    "--separator ''": (ROWS, "`--separator` must be the string between two labels, but it is empty"),
     "--keep 2.0": (ROWS, "`--keep` must be `one`, or greater than 0 and at most 1, but it is 2.0"),
     "--hidden -1": (ROWS, "`--hidden` must be at least 0, but it is -1"),
     "--dropout 1": (ROWS, "`--dropout` must be at least 0 and less than 1, but it is 1"),
@@ -416,7 +416,7 @@ BAD = {
     "--train-labels y.npz": (ROWS, "`--train-labels` is for `.npz` files"),
     "--test-labels y.npz": (ROWS, "`--test-labels` requires `--test`"),
     "--label-names n.txt": (ROWS, "already has label names"),
-    "--valid missing.csv": (ROWS, "`--valid` names `missing.csv`, which cannot be read: no such file"),
+    "--valid missing.csv": (ROWS, "`missing.csv` (`--valid`) cannot be read: no such file"),
     "--epochs 1": (
         "text,tags\n" + "a,\n" * 20,
         "must have at least two labels, but `rows.csv` has no labels",
@@ -467,9 +467,9 @@ def test_bad_requests_to_a_run(run, texts, tmp_path, capsys):
         capsys, ["evaluate", out, "--train", other]
     )
     (tmp_path / "rows.txt").write_text("1 2:3\n")
-    assert "is not a table" in rejected(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
+    assert "must be a table with" in rejected(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
     train = ["train", "multilabel", "--train", texts, "--out", tmp_path / "run"]
-    assert "is not a table" in rejected(capsys, [*train, "--test", tmp_path / "rows.txt"])
+    assert "must be a table with" in rejected(capsys, [*train, "--test", tmp_path / "rows.txt"])
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*.jsonl"))
 

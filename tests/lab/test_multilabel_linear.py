@@ -139,19 +139,19 @@ def test_an_earlier_linear_part_is_kept_unless_the_samples_improve_it():
     x, y = drawn(1000, 400, 12)
     held_out, final = linear.fit(x[:600], y[:600], 0.7), linear.fit(x[:700], y[:700], 0.7)
     start = linear.Start(held_out, final, complete=True, same_samples=False)
-    # A new fit on the samples used to fit the start is not better, so the start is kept.
+    # Fitting again on the same samples does not improve the earlier part, so the earlier part is kept.
     same = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start)
     assert same.penalty == np.inf
     assert np.array_equal(same.part.weight, held_out.weight)
     # With a strong penalty, a second fit is better even on the same samples, but it would weaken the penalty
-    # that was chosen for them. If the samples are known to be the same, the start is kept.
+    # that was chosen for them. If the samples are known to be the same, the earlier part is kept.
     strong = linear.fit(x[:600], y[:600], 16.0), linear.fit(x[:700], y[:700], 16.0)
     for known, kept in ((False, False), (True, True)):
         again = linear.Start(*strong, complete=True, same_samples=known)
         found = linear.choose(x[:600], y[:600], x[600:700], y[600:700], again)
         assert (found.penalty == np.inf) == kept
     assert found.part is strong[0]
-    # If the labels are permuted, the start is wrong, so it is not kept.
+    # If the labels are permuted, the earlier part is wrong, so it is not kept.
     z = sparse.csr_array(y.toarray()[:, ::-1])
     other = linear.choose(x[:600], z[:600], x[600:700], z[600:700], start)
     assert other.penalty < np.inf
@@ -226,7 +226,8 @@ def test_the_better_model_gets_the_larger_share():
     assert 0 < both.share < 1
     # Both models have similar scales, so the ratio of their weights is close to the ratio of their shares.
     assert both.linear / both.network == pytest.approx(both.share / (1 - both.share), rel=0.3)
-    # If both models are equal, the linear part gets all the weight, because it is refitted on more samples.
+    # If the models are identical, the linear part gets all the weight, because it is refitted on more
+    # samples.
     assert linear.fit_mixture(loss, good, torch.from_numpy(good), y).share == 1
 
 
@@ -260,7 +261,7 @@ def test_the_linear_part_is_refitted_on_all_samples(run, texts):
     for part, expected in ((trained.held_out, alone), (trained.network.linear, everything)):
         assert np.abs(part.weight.numpy() - expected[:-1]).max() < 0.03 * np.abs(expected).max()
     assert np.abs(alone - everything).max() > 0.1 * np.abs(everything).max()
-    # The logits are the weighted sum of both models.
+    # The logits are a weighted sum of the scores of both models.
     network, mixture = trained.network, trained.network.linear.mixture
     (both, _), (held_out, _) = next(trained.scores(v)), next(trained.for_validation().scores(v))
     network.linear = None

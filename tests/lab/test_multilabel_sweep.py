@@ -41,7 +41,7 @@ def test_a_part_of_the_labels_is_kept():
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """A file in svmlight format in which the labels of each sample equal its features."""
+    """A file in svmlight format. The labels of each sample are the indices of its nonzero features."""
     path = tmp_path_factory.mktemp("lines") / "tiny.train.txt"
     path.write_text("".join(f"{i % 7},{7 + i % 3} {i % 7}:1 {7 + i % 3}:1\n" for i in range(120)))
     return path

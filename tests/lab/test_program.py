@@ -1,4 +1,4 @@
-"""Runs used from Python: they predict the same as on the command line, are exported, and are continued."""
+"""Using runs from Python: predictions that match the command line, export, and continued training."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def trained(folder: Path, *options: object) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on texts."""
+    """A run trained on texts."""
     folder = tmp_path_factory.mktemp("texts")
     return trained(folder, "--train", write_texts(folder / "train.csv", tagged_texts(200, seed=0)))
 
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on texts without a linear part, so that only training changes its weights."""
+    """A run trained on texts, without a linear part, so that only gradient steps change its weights."""
     folder = tmp_path_factory.mktemp("network")
     data = write_texts(folder / "train.csv", tagged_texts(200, seed=0))
     return trained(folder, "--train", data, "--model", "network")
@@ -51,7 +51,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two text columns and a number, with a linear model and BCE."""
+    """A run trained on two text columns and a numeric column, with BCE and without a hidden layer."""
     folder = tmp_path_factory.mktemp("mixed")
     lines = [
         json.dumps({"title": text[:20], "body": text[20:], "size": i % 7 if i % 5 else None, "tags": tags})
@@ -63,7 +63,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on sparse features."""
+    """A run trained on sparse features."""
     folder = tmp_path_factory.mktemp("features")
     rows = "".join(f"{i % 3} {i % 3}:{1 + i % 2} {3 + i % 5}:1\n" for i in range(60))
     (folder / "train.txt").write_text(rows)
@@ -250,7 +250,7 @@ def test_a_run_is_continued_with_more_data(network: Path, tmp_path: Path, capsys
     # With hardly any training, the known labels keep their logits, and the new label comes last.
     words = ["train", "multilabel", "--train", data, "--continue-from", run, "--out", tmp_path / "same"]
     assert cli.main([str(word) for word in (*words, "--epochs", 1, "--learning-rate", 1e-9)]) == 0
-    assert f"Training starts from the weights of `{run}`; 1 label is new." in capsys.readouterr().out
+    assert f"Training starts from the weights of `{run}`. 1 label is new." in capsys.readouterr().out
     before, same = torchlml_lab.load_run(run), torchlml_lab.load_run(tmp_path / "same")
     assert same.labels == [*before.labels, "linux"]
     logits = [torch.cat([z for z, _ in one._trained.scores(one.inputs(TEXTS))]) for one in (before, same)]

@@ -35,7 +35,7 @@ def test_a_terminal_shows_the_time_left(monkeypatch):
 
 def test_without_a_terminal_lines_become_less_frequent(monkeypatch):
     lines = shown(monkeypatch, False, 3.0, steps=60).splitlines()
-    # The first line comes after 6 s. The intervals between lines are then at least 10, 20, 40 and 60 s.
+    # The first line is printed after 6 s. The intervals between lines are then at least 10, 20, 40 and 60 s.
     done = [int(line.split()[1]) for line in lines]
     assert done == [2, 6, 13, 27, 47]
     assert lines[0] == "batches 2 of 100, 0:04:54 left"

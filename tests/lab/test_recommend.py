@@ -187,7 +187,7 @@ def test_training_data_that_differ_from_those_of_the_run_are_rejected(folder, ca
     other = write_pairs(tmp_path / "other.txt", seed=1)
     for command in ("evaluate", "predict"):
         said = rejected(capsys, [command, folder / "autoencoder", "--train", other])
-        assert "was trained on data that differ from" in said
+        assert "was trained on different data than" in said
     shutil.copytree(folder / "autoencoder", tmp_path / "run")
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
     settings["train"] = str(tmp_path / "gone.txt")
@@ -230,7 +230,7 @@ def test_two_processes_count_every_user_once(folder, capsys, tmp_path):
     printed, _ = output(*start_two([str(word) for word in words]))
     assert printed.count("\npopular items ") == 3  # only one process prints the report
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    # One process with the same weights gets the same result.
+    # If every user was counted once, one process with the same weights gets the same result.
     assert cli.main(["evaluate", str(tmp_path / "run"), "--cpu"]) == 0
     said = capsys.readouterr().out
     numbers = re.findall(r"^lml-labels +(.*)$", said, re.MULTILINE)[0].split()
@@ -321,7 +321,7 @@ REJECTED = {
         "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`"
     ),
     "--train FILE --k 120": "`k` must be from 1 to 119, because there are 120 labels, but it is 120",
-    "--train FILE --test EMPTY": "which is empty",
+    "--train FILE --test EMPTY": "(`--test`) is empty",
     "--train FILE --test FILE": "must have a new pair of a known user and a known item",
     "--train SINGLE": "must have a user with at least two items",
     "--train FILE --columns user item": "`--columns` applies to CSV, TSV and .inter files",
@@ -357,9 +357,9 @@ def test_bad_settings_and_files_are_rejected_and_nothing_is_written(
         "predict --top 0": "`--top` must be at least 1, but it is 0",
         "predict --top 121": "`--top` must be at most 120, the number of items, but it is 121",
         "predict --out x.txt": "must end in `.csv` or `.jsonl`",
-        "predict --data missing.csv": "`--data` names `missing.csv`, which cannot be read",
+        "predict --data missing.csv": "`missing.csv` (`--data`) cannot be read",
         "evaluate --data missing.csv --split validation": "`--split` cannot be combined with `--data`",
-        "evaluate --out /dev/null": "`--out` names `/dev/null`",
+        "evaluate --out /dev/null": "`/dev/null` (`--out`)",
     }
 )
 def test_bad_requests_of_a_run_are_rejected(folder, capsys, options, needle):
@@ -443,7 +443,7 @@ def test_a_default_run_can_be_resumed_and_overwritten(folder, default_run, monke
         json.loads((run / "result.json").read_text()) for run in (default_run, tmp_path / "run")
     )
     assert whole | {"seconds": 0} == resumed | {"seconds": 0}
-    assert "which already contains a run" in rejected(capsys, words)
+    assert "(`--out`) already contains a run" in rejected(capsys, words)
     capsys.readouterr()
     assert cli.main([*words, "--overwrite", "--epochs", "1"]) == 0
     assert run_of(tmp_path / "run", "autoencoder")["best_epoch"] == 1

@@ -64,7 +64,7 @@ def test_matrix_factorization_scores_are_cosines_over_the_temperature():
 
 
 def random_pairs(users, items, seed=0, share=0.3, new_to=None):
-    """Return random pairs, except those in the matrix `new_to`, and their matrix of shape (users, items)."""
+    """Return random user-item pairs that are not in the matrix `new_to`, and the matrix of these pairs."""
     matrix = torch.rand(users, items, generator=torch.Generator().manual_seed(seed)) < share
     if new_to is not None:
         matrix &= new_to == 0
@@ -295,7 +295,7 @@ def test_the_loss_of_factors_equals_that_of_their_scores(name):
 
 
 class Fixed(torch.nn.Module):
-    """A model with the given scores."""
+    """A model that returns the given scores."""
 
     def __init__(self, values):
         super().__init__()

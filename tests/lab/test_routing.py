@@ -41,7 +41,7 @@ def test_the_switch_loss_is_smallest_for_equal_loads():
 
 
 def test_balance():
-    """Sinkhorn and balanced LML balance a batch, a bias needs many steps, and top-k stays unbalanced."""
+    """Sinkhorn and balanced LML balance each batch, a bias needs many batches, and top-k is unbalanced."""
     bias = routing.LossFree(16, 2, 0.01)
     loads = [load(bias(logits(seed))[1]) for seed in range(300)]
     assert loads[0] > 5

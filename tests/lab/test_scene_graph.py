@@ -145,7 +145,7 @@ def test_the_bias_is_added_by_subject_and_object(training):
 def test_the_shift_of_the_bias_is_added_to_the_scores(training):
     batch = GraphBatches(training).__getitems__(range(5))
     model = MotifNet(5, 4, None, None, None, 16, 0.2).eval()
-    shift = torch.randn(len(batch.edges), 5)  # includes "no relation", which only softmax scores
+    shift = torch.randn(len(batch.edges), 5)  # the first column is "no relation", which only softmax scores
     torch.testing.assert_close(model(batch._replace(bias_shift=shift)), model(batch) + shift[:, 1:])
 
 
@@ -244,7 +244,7 @@ def test_softmax_follows_motifs(training, monkeypatch):
     # Each edge gets one of its relations at random. Every sampled relation is valid, and the choice varies.
     assert len(seen) > 1
     assert seen <= {round(total / len(scores), 10) for total in totals}
-    # With a limit on the number of edges, those with a relation are kept and the others are sampled.
+    # With a limit on the number of edges, edges with a relation are kept, and other edges are sampled.
     monkeypatch.setattr(objectives, "EDGES_PER_IMAGE", 10)
     scores = torch.zeros(len(batch.edges), 5, dtype=torch.float64)
     scores[:, 0] = 40
@@ -389,7 +389,7 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
     rejections("`{}` must be from 1 to ", "--validation 45"),
     rejections("`{}` must be at least 0 and less than 1, but it is {}.0", "--dropout 1"),
     rejections("`{}` must be finite and at least 0, but it is {}.0", "--weight-decay -1"),
-    rejections("`{}` is `{}`, which cannot be read", "--glove no.txt", "--counts no.npz"),
+    rejections("`{1}` (`{0}`) cannot be read", "--glove no.txt", "--counts no.npz"),
     {"--vrd x": "Pass exactly one of `--vg` (Visual Genome) and `--vrd`", "--objective hinge": "hinge"},
     {"--counts no.npz --without-bias": "`--counts` cannot be combined with `--without-bias`"},
     {"--leave-one-out --without-bias": "`--leave-one-out` cannot be combined with `--without-bias`"},

@@ -16,7 +16,8 @@ from torchlml_lab.studies.scene_graph import datasets
 from torchlml_lab.studies.scene_graph.graphs import GraphBatches, RegionFeatures, candidates, split
 from torchlml_lab.studies.scene_graph.model import LeaveOneOut, log_frequencies, word_vectors
 
-# One pair has two relations and a duplicate, the boxes are unordered, and one image has no relation.
+# One pair of boxes has two relations, one of which is listed twice. The boxes are not sorted, and one image
+# has no relations.
 SMALL = [
     Drawn("7", [(200, 0, 300, 50), (0, 0, 100, 100)], [0, 3], [(0, 1, 2), (0, 1, 0), (0, 1, 2)]),
     Drawn("8", [(0, 0, 10, 10), (20, 0, 30, 10)], [1, 1], []),
@@ -311,9 +312,10 @@ def test_word_vectors(tmp_path):
     assert torch.equal(word_vectors(tmp_path / "glove.txt", ("cat", "dog", "red bus")), expected)
     np.savez(tmp_path / "glove.npz", names=np.array(["cat", "red bus"]), vectors=np.array([[1, 2], [4, 6.0]]))
     assert torch.equal(word_vectors(tmp_path / "glove.npz", ("cat", "dog", "red bus")), expected)
-    for content in (b"cat 1 x\n", b"dog\xff", b"fish 1 2\n"):
+    unreadable, unknown = "cannot be read: it does not contain words", "must contain vectors of equal length"
+    for content, message in ((b"cat 1 x\n", unreadable), (b"dog\xff", unreadable), (b"fish 1 2\n", unknown)):
         (tmp_path / "glove.txt").write_bytes(content)
-        with pytest.raises(BadInput, match="`--glove` is"):
+        with pytest.raises(BadInput, match=rf"glove.txt` \(`--glove`\) {message}"):
             word_vectors(tmp_path / "glove.txt", ("cat",))
 
 

@@ -72,7 +72,7 @@ def test_an_interrupted_and_resumed_sweep_equals_an_undisturbed_sweep(capsys, fe
     printed, errors = output(running, code=130, seconds=60)
     assert "8 runs, 0 of them already finished" in printed
     said = re.fullmatch(
-        r"torchlml: Interrupted; (\d) of 8 runs are finished\. Repeat the command to resume\.\n", errors
+        r"torchlml: Interrupted\. (\d) of 8 runs are finished\. Repeat the command to resume\.\n", errors
     )
     assert said, errors
     assert int(said[1]) < 8
@@ -119,11 +119,11 @@ def test_a_folder_with_other_settings_is_rejected(capsys, features, whole):
 def test_unwritable_paths_are_rejected_before_any_work(capsys, features, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "run_grid", None)
     for options, named in (
-        (["--csv", str(features / "x.csv")], f"`--csv` names `{features / 'x.csv'}`"),
-        (["--out", str(features / "sweep")], f"`--out` names `{features / 'sweep'}`"),
+        (["--csv", str(features / "x.csv")], f"`{features / 'x.csv'}` (`--csv`)"),
+        (["--out", str(features / "sweep")], f"`{features / 'sweep'}` (`--out`)"),
     ):
         error = rejected(capsys, words(features, tmp_path / "sweep", *options))
-        assert f"{named}, which cannot be written: not a directory" in error
+        assert f"{named} cannot be written: not a directory" in error
     assert not (tmp_path / "sweep").exists()
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk_keeps_the_table_on_the_screen(capsys, features, whole, monk
     assert "accuracy in %" in captured.out
     assert "Results written to" not in captured.out
     assert "The CSV could not be written to" in captured.err
-    assert "there is no space left on the disk; the finished runs are kept" in captured.err
+    assert "there is no space left on the disk, but the finished runs are saved" in captured.err
 
 
 def record(**changes):
@@ -171,7 +171,7 @@ def record(**changes):
 
 
 def tuning(path):
-    """Write rows in which the rate 0.3 has the best mean on validation, but 0.1 has the best mean on test."""
+    """Write rows in which, on average, the best learning rate is 0.3 on validation but 0.1 on test."""
     found = [
         record(learning_rate=rate, noise=noise, validation_topk=validation, test_topk=test)
         for rate, noise, validation, test in (
@@ -217,7 +217,7 @@ def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):
 @each_rejection(
     rejections("`{}` must be at least 1, but it is {}", "--workers 0"),
     rejections("`{}` cannot be given", "--run.loss bce", "--run.noise 0.5"),
-    rejections("`{}` names `{}`", "--tuned no.csv"),
+    rejections("`{1}` (`{0}`)", "--tuned no.csv"),
     {"--seeds -1": "`--seed` must be from 0 to 2**32 - 1, but it is -1"},
     {"--learning-rates nan": "`--learning-rate` must be finite and positive, but it is nan"},
     {"--noises 2": "`--noise` must be from 0 to 1, but it is 2.0", "--losses hinge": "hinge"},
@@ -230,4 +230,4 @@ def test_bad_csv(capsys, tmp_path):
     for content in ("", "a,b\n1,2\n", (",".join(AccuracyRecord.__dataclass_fields__) + "\n")):
         (tmp_path / "x.csv").write_text(content)
         assert cli.main(["figures", "cifar100", "--csv", str(tmp_path / "x.csv")]) == 2
-        assert "is not a sweep CSV" in capsys.readouterr().err
+        assert "is not a results CSV" in capsys.readouterr().err

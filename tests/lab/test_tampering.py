@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tampered(text: str) -> Iterator[str]:
-    """Yield the text truncated, replaced, and with each value missing, null, or of another type or length."""
+    """Yield damaged copies of a JSON text: truncated, replaced, or with a missing or invalid value."""
     yield from ("", text[: len(text) // 2], "null\n", "[]\n", "3\n", "{}\n")
     first, *others = text.splitlines() if text.startswith('{"') else [text]
     values: dict[str, Any] = json.loads(first)

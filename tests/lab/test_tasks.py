@@ -1,4 +1,4 @@
-"""Every task in `TASKS` names commands that exist, and is documented on a page and in the help."""
+"""The commands of every task in `TASKS` exist and are documented on a page and in the help."""
 
 from __future__ import annotations
 

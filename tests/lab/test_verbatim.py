@@ -1,4 +1,4 @@
-"""Text from user files reaches the screen and the figures verbatim, even if it resembles markup."""
+"""Text from user files appears verbatim on the screen and in figures, even if it resembles markup."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_evaluations_name_files_verbatim(labels_run, items_run, folder, capsys):
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
     assert f"60 samples from {data.name}, in percent" in printed
-    assert f"The report is {folder / 'report' / 'report.md'}" in printed
+    assert f"The report is in {folder / 'report' / 'report.md'}" in printed
     assert cli.main(["evaluate", str(items_run)]) == 0
     assert f"The run is in {items_run}" in capsys.readouterr().out
 

@@ -1,1 +1,1 @@
-"""`torchlml bench`: benchmarks of the projection, related operators and losses; requires the `lab` extra."""
+"""`torchlml bench`: benchmarks of the projection, related operators and losses. Requires the `lab` extra."""

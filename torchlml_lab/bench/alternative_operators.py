@@ -142,7 +142,7 @@ def midpoint_sigmoid(x: Tensor, k: int) -> Tensor:
 
 
 def sorting_network(x: Tensor, k: int) -> Tensor:
-    """Return the top-k mask from the relaxed sorting network of difftopk, which supports only float32."""
+    """Return the soft top-k mask from difftopk's relaxed sorting network, which supports only float32."""
     # On import, difftopk prints a message about an optional dependency.
     with contextlib.redirect_stdout(io.StringIO()):
         from difftopk import DiffTopkNet
@@ -240,10 +240,11 @@ def exactness(choose: Choice, case: Case) -> dict[str, float]:
         case: The problem, in float32.
 
     Returns:
-        The largest deviation of a row sum from k; the number of entries below 0 or above 1; the largest error
-        of an entry for bfloat16 logits; and the largest error of the gradient, relative to its largest entry.
-        The reference for both errors is the same method in float64. A value is NaN if the method fails, and
-        infinite if the reference gradient is zero everywhere.
+        A value for each of `EXACTNESS`. "sum error" is the largest deviation of a row sum from k, and
+        "outside [0, 1]" is the number of entries outside this interval. "bfloat16 error" is the largest error
+        of an entry for bfloat16 logits, and "gradient error" is the largest error of the gradient, relative
+        to its largest entry. The reference for these two errors is the same method in float64. A value is NaN
+        if the method fails. The gradient error is infinite if the reference gradient is zero everywhere.
     """
     x, k = case.logits(), case.k
     coarse = x.bfloat16()
@@ -274,7 +275,7 @@ def abilities(choose: Choice) -> dict[str, bool]:
         choose: The method.
 
     Returns:
-        Whether each of `ABILITIES` works. For "-inf", such logits must map to 0 without affecting other
+        Whether each of `ABILITIES` works. For "-inf", logits of -inf must map to 0 without affecting other
         entries, and all gradients must be finite. For "vmap", `torch.func.vmap` must support the method and
         its gradient. For "compile", `torch.compile` must capture both in one graph. For "per-row k", the
         method must accept a tensor k with one value per row.
@@ -336,7 +337,7 @@ def _takes_a_k_for_each_row(choose: Choice, x: Tensor, shape: tuple[int, ...]) -
 
 
 def _weights(x: Tensor) -> Tensor:
-    """Return fixed random weights for the weighted sum of the outputs that is differentiated."""
+    """Return fixed random weights for the sum of the outputs whose gradient is tested."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(x.shape[-1], generator=generator, dtype=torch.float64).to(x.dtype)
 

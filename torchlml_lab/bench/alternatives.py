@@ -80,7 +80,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
     Args:
         rows: As for `markdown`.
         plot: The picture to write.
-        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
+        csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """
     values = _values(rows)
     sizes = [n for n, _, _, scale, *_ in _cases(rows) if scale]
@@ -229,7 +229,7 @@ def redraw(settings: AlternativesFigureSettings) -> None:
     path = find_csv(settings.csv, STUDY, "torchlml bench alternatives")
     rows = read(path, "--csv")
     if not _cases(rows):
-        raise BadInput(f"`--csv` names `{path}`, which has no results from `torchlml bench alternatives`.")
+        raise BadInput(f"`{path}` (`--csv`) has no results from `torchlml bench alternatives`.")
     draw(rows, settings.out, [path])
     say_where(settings.out)
 
@@ -316,7 +316,7 @@ def _checked(settings: ComparisonSettings) -> list[Alternative]:
     check_timing(settings)
     for name in names:
         if (why := known[name].absent()) is not None:
-            raise BadInput(f"`--methods` names `{name}`, which is not available: {why}.")
+            raise BadInput(f"`--methods` contains `{name}`, which is not available: {why}.")
     return [method for method in ALTERNATIVES if method.name in names]
 
 

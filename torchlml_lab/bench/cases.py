@@ -62,7 +62,7 @@ def case_grid(
     )
     if not found:
         raise BadInput(
-            f"`--ks` must contain a value from 1 to n - 1 for one of `--sizes`, but it is {' '.join(ks)}."
+            f"`--ks` must contain a value from 1 to n - 1 for an n in `--sizes`, but it is {' '.join(ks)}."
         )
     return list(found)
 

@@ -1,4 +1,4 @@
-"""Benchmarks on a grid of cases, relative to softmax, with tables and a plot."""
+"""Benchmarks that compare functions with softmax on a grid of cases, with tables and a plot."""
 
 import gc
 from collections import defaultdict
@@ -125,9 +125,9 @@ def _checked(settings: GridBenchmarkSettings, competitors: Sequence[Provider]) -
     check_timing(settings)
     for name in named:
         if (why := known[name].absent()) is not None:
-            raise BadInput(f"`--providers` names `{name}`, which is not available: {why}.")
+            raise BadInput(f"`--providers` contains `{name}`, which is not available: {why}.")
     if "memory" in settings.metrics and not measurable():
-        raise BadInput("`--metrics` names `memory`, which requires Linux and the GNU C library.")
+        raise BadInput("`--metrics` contains `memory`, which requires Linux and the GNU C library.")
     return [known[name] for name in dict.fromkeys((BASELINE, *named))]
 
 
@@ -263,7 +263,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
         rows: The times of one benchmark. Only those from the machine of the last row and with the dtype of
             the first row are used. If a measurement was repeated, its last row is used.
         plot: The picture to write.
-        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
+        csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """
     wanted = (rows[-1].machine, rows[0].dtype)
     here = [row for row in latest(rows).values() if (row.machine, row.dtype) == wanted]

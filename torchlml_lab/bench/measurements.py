@@ -53,12 +53,12 @@ class Measurement:
 
     @property
     def key(self) -> Key:
-        """The key that identifies the measurement. Rows with equal keys are comparable."""
+        """The key that identifies the measurement. Rows with the same key are comparable."""
         return (self.operator, self.provider, self.mode, self.metric, *self.case)
 
     @property
     def case(self) -> tuple[int, int, int, float, str, int]:
-        """The problem."""
+        """The problem that was measured, as the fields of a `Case`."""
         return (self.n, self.k, self.batch, self.scale, self.dtype, self.threads)
 
 
@@ -88,7 +88,7 @@ def measured(
         case: The problem.
         value: The percentiles, in `unit`.
         ratio: The percentiles of the ratio to the baseline.
-        rounds: The number of samples.
+        rounds: The number of rounds in which the function was measured.
         metric: The metric, such as "time" or "memory".
         unit: The unit of `value`.
         gpu: The name of the GPU, if one was used.
@@ -125,7 +125,7 @@ class RowFile:
     are then written together with the next ones.
 
     Args:
-        path: The file, which may be missing. An invalid or unwritable file raises `BadInput`.
+        path: The file, which need not exist. An invalid or unwritable file raises `BadInput`.
         option: The command-line option that gave the path.
     """
 
@@ -138,8 +138,8 @@ class RowFile:
         self._failure: OSError | None = None
 
     def announce(self, plan: str, console: Console) -> None:
-        """Print the plan and the name of this file."""
-        console.print(f"{plan}; results are written to {self.path}.", soft_wrap=True, highlight=False)
+        """Print what will be measured (`plan`), and where the results are written."""
+        console.print(f"{plan}. Results are written to {self.path}.", soft_wrap=True, highlight=False)
 
     def add(self, rows: Iterable[Measurement]) -> None:
         """Append rows to the file. If writing fails, retry in the next call."""
@@ -175,11 +175,11 @@ def read(path: Path, option: str) -> list[Measurement]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.DictReader(file)
             if rows.fieldnames != COLUMNS:
-                raise ValueError("its columns are not those that benchmarks in this version write")
+                raise ValueError("its columns differ from those that this version writes")
             return [_row(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         said = reason(error) if isinstance(error, OSError) else error
-        raise BadInput(f"`{option}` names `{path}`, which is not a benchmark CSV: {said}.") from error
+        raise BadInput(f"`{path}` (`{option}`) is not a benchmark CSV: {said}.") from error
 
 
 def append(path: Path, rows: Iterable[Measurement]) -> None:
@@ -217,7 +217,7 @@ def machine() -> str:
 
 
 def _rounded(value: float) -> float:
-    """Round a number to its precision in the CSV, so that reading a row back gives the same row."""
+    """Round a number to its precision in the CSV, so that writing and reading a row does not change it."""
     return float(_text(value))
 
 

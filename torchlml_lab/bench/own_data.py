@@ -58,22 +58,23 @@ class OwnDataRecord:
     method: str
     seed: int
     setting: str
-    """`default`, or the choices that were made on validation samples."""
+    """`default`, or the settings that were chosen on validation samples."""
     ndcg5: float
     p1: float
     micro_f1: float
     exact: float
-    """The share of samples whose set of labels is exactly right by the method's own decision rule."""
+    """The fraction of samples whose label set is predicted exactly by the method's own decision rule."""
     predict_seconds: float
-    """CPU seconds to predict the test samples."""
+    """CPU seconds for prediction on the test samples."""
     seconds: float
-    """CPU seconds of training, including all choices on validation samples."""
+    """CPU seconds for training, including any tuning on validation samples."""
 
 
 TABLE = StudyTable(OwnDataRecord, lambda row: (row.data, row.samples, row.method, row.seed))
 METRICS = {"ndcg5": "nDCG@5", "p1": "P@1", "micro_f1": "micro-F1", "exact": "exact sets"}
 TARGETS = {"ndcg5": 0.2, "micro_f1": 0.0, "exact": 0.0}
-"""The metrics with a target, and by how many points torchlml may be below the best other method."""
+"""The metrics that have a target. Each value is the number of percentage points by which torchlml may be
+below the best other method."""
 
 
 def main(settings: OwnDataSettings) -> None:
@@ -91,7 +92,7 @@ def main(settings: OwnDataSettings) -> None:
             )
     folder = settings.data or (Path(os.environ["TORCHLML_DATA"]) if "TORCHLML_DATA" in os.environ else None)
     if folder is None:
-        raise BadInput("`--data` is missing: pass the data directory, or set TORCHLML_DATA.")
+        raise BadInput("`--data` is missing. Pass the data directory, or set TORCHLML_DATA.")
     check_file("--csv", settings.csv)
     settings.csv.parent.mkdir(parents=True, exist_ok=True)
     console = new_console()
@@ -112,9 +113,7 @@ def _missing(
         train_file, test_file = (folder / part for part in SETS[name])
         for file in (train_file, test_file):
             if not file.is_file():
-                raise BadInput(
-                    f"`--data` is `{folder}`, which does not contain `{file.relative_to(folder)}`."
-                )
+                raise BadInput(f"`{folder}` (`--data`) does not contain `{file.relative_to(folder)}`.")
         files = read_files(MultilabelSettings(train=train_file, test=test_file, labels=LABELS.get(name, ())))
         for seed in settings.seeds:
             for size in settings.sizes:
@@ -129,7 +128,7 @@ def _missing(
 
 
 def _problem(files: Files, size: int, seed: int) -> Problem:
-    """Draw the training samples of a comparison; 0 or a size that is too large means all samples."""
+    """Select the training samples of a comparison. A size of 0, or one that is too large, selects all."""
     assert files.test is not None
     training = files.train
     if 0 < size < len(training):
@@ -195,7 +194,7 @@ def table(rows: Sequence[OwnDataRecord]) -> Table:
 
 
 def best_other(methods: Runs, metric: str) -> str:
-    """Return the method of another package with the best mean."""
+    """Return the method with the best mean of a metric, not counting torchlml."""
     others = (name for name in methods if name != OWN)
     return max(others, key=lambda name: mean(getattr(row, metric) for row in methods[name]))
 
@@ -244,7 +243,8 @@ def targets(rows: Sequence[OwnDataRecord]) -> str:
         cells = (METRICS[metric], wanted, f"{met} of {len(found)}", f"{least:+.1f} ({data}, {samples})")
         lines.append(cells)
     heads = ("metric", "target", "met", "smallest difference")
-    return markdown_table("Data sets and numbers of samples that meet each target:", heads, lines)
+    title = "The number of comparisons (a data set and a number of samples) that meet each target:"
+    return markdown_table(title, heads, lines)
 
 
 STUDY = (Path("own-data.csv"), Path("results/own-data/own-data.csv"))
@@ -266,9 +266,9 @@ def redraw(settings: OwnDataFigureSettings) -> None:
     for (data, samples), methods in grouped(rows).items():
         for method in {*_DRAWN, *methods}:
             if [row.seed for row in methods.get(method, [])] != seeds:
-                place = f"on {data} with {samples} samples, `{method}` does not have all seeds"
+                place = f"results for some seeds of `{method}` on {data} with {samples} samples are missing"
                 raise BadInput(
-                    f"`--csv` names `{path}`, which is incomplete: {place}. Repeat `torchlml bench own-data`."
+                    f"`{path}` (`--csv`) is incomplete: {place}. Repeat `torchlml bench own-data`."
                 )
     draw(rows, settings.out, [path])
     parts = [targets(rows), *(summary(rows, metric) for metric in METRICS)]
@@ -282,7 +282,7 @@ def draw(rows: Sequence[OwnDataRecord], picture: Path, csv: Sequence[Path] = ())
     Args:
         rows: The results of torchlml and of the tuned methods.
         picture: The PNG or SVG file to write.
-        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
+        csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """
     names = sorted({row.data for row in rows})
     with new_figure(picture, PAGE, 3.6, csv) as figure:

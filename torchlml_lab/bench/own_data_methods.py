@@ -25,7 +25,7 @@ CS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class Problem(NamedTuple):
-    """The samples of a comparison. The first label columns of the test samples are those of training."""
+    """The data for a comparison. The label columns of `test` start with those of `training`."""
 
     training: LabeledRows
     test: LabeledRows
@@ -65,23 +65,23 @@ def _torchlml(problem: Problem) -> Prediction:
 
 
 class Solver(NamedTuple):
-    """A linear one-vs-rest method for given features."""
+    """A linear multi-label method, given by functions that fit a model and compute its scores."""
 
     fit: Callable[[Matrix, Matrix, float], Any]
     """Fits a model to inputs and labels, with regularization parameter C."""
     scores: Callable[[Any, Matrix], Array]
-    """Returns the scores that a model gives to the labels of inputs."""
+    """Returns the model's score for each label of each input."""
     threshold: float
-    """By default, the labels with a higher score are predicted."""
+    """The score above which a label is predicted, unless the method is tuned."""
 
 
 def _with(solver: Solver, c: float | None) -> Callable[[Problem], Prediction]:
-    """Return the method with regularization parameter `c`. If it is None, tune the method.
+    """Return a method that uses a solver with regularization parameter `c`, or tunes `c` if it is None.
 
-    With a given `c`, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other
-    features are not scaled. With tuning, texts become sublinear TF-IDF vectors of words and word pairs, and
-    other samples are scaled to norm 1. The value from `CS` with the best nDCG@5 on validation samples is
-    used, and the best rule for label sets on them. The method is then fitted again on all samples.
+    Without tuning, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other features
+    are not scaled. With tuning, texts become sublinear TF-IDF vectors of words and word pairs, and samples
+    without texts are scaled to norm 1. C is the value in `CS` with the best nDCG@5 on validation samples, and
+    the decision rule is chosen on the same samples. The model is then fitted again on all samples.
     """
 
     def tune(problem: Problem, prepare: Callable[[LabeledRows], Matrix]) -> tuple[float, Rule]:
@@ -107,14 +107,14 @@ def _with(solver: Solver, c: float | None) -> Callable[[Problem], Prediction]:
 
 
 class Rule(NamedTuple):
-    """A rule that predicts the labels with scores above a threshold, and always the best labels."""
+    """A decision rule that predicts labels with scores above a threshold, and always the `least` best."""
 
     threshold: float
     least: int
-    """The number of labels that are always predicted."""
+    """The number of top-scoring labels that are predicted regardless of the threshold."""
 
     def sets(self, scores: Array) -> Array:
-        """Return the label sets as a bool array of the shape of the scores."""
+        """Return the predicted labels as a bool array with the same shape as the scores."""
         return (scores > self.threshold) | _best_labels(scores, self.least)
 
 
@@ -126,10 +126,11 @@ def _best_labels(scores: Array, count: int) -> Array:
 
 
 def best_rule(scores: Array, labels: Array) -> Rule:
-    """Choose the rule with the highest sum of micro-F1 and exact sets, the criterion of torchlml's own rules.
+    """Choose the rule with the highest sum of micro-F1 and the fraction of exactly predicted label sets.
 
-    The candidates are the best threshold, the best threshold with at least one label for each sample, and
-    the k best labels, where k is the rounded mean number of labels.
+    torchlml chooses its own rules by the same criterion. The candidates are the best threshold, the best
+    threshold with at least one label for each sample, and the k best labels, where k is the rounded mean
+    number of labels.
 
     >>> scores = np.array([[0.9, 0.2], [0.6, 0.4]])
     >>> best_rule(scores, np.array([[True, False], [True, False]]))
@@ -147,7 +148,7 @@ def best_rule(scores: Array, labels: Array) -> Rule:
 
 
 def best_threshold(scores: Array, labels: Array, least: int) -> Rule:
-    """Return the rule with the threshold that has the highest sum of micro-F1 and exact sets."""
+    """Return the rule with the best threshold, by the criterion of `best_rule`."""
     always = _best_labels(scores, least)
     values = np.unique(scores).astype(np.float64)
     thresholds = np.concatenate([values[:1] - 1, values[:-1] / 2 + values[1:] / 2])
@@ -186,7 +187,7 @@ def _features(training: LabeledRows, tuned: bool) -> Callable[[LabeledRows], Mat
 
 
 def _one_vs_rest(model: Callable[[float], Any]) -> Solver:
-    """Use a scikit-learn classifier for each label, except for labels of all or no training samples."""
+    """Fit a scikit-learn classifier for each label. Labels that all or no samples have do not need one."""
 
     def fit(x: Matrix, labels: Matrix, c: float) -> Any:
         y = labels.toarray()
@@ -232,7 +233,7 @@ def _libmultilabel(options: str) -> Solver:
 
 def _score_libmultilabel(model: Any, x: Matrix) -> Array:
     found = np.asarray(model.predict_values(x), dtype=np.float32)
-    return np.maximum(found, -1e9)  # labels without samples have -inf
+    return np.maximum(found, -1e9)  # labels without samples have a score of -inf
 
 
 def _fit_napkinxc(x: Matrix, labels: Matrix, c: float) -> Any:
@@ -258,7 +259,7 @@ def _score_napkinxc(fitted: Any, x: Matrix) -> Array:
 
 
 class Method(NamedTuple):
-    """A method of the comparison, and the package that it needs."""
+    """A method in the comparison, and the package that it needs."""
 
     predict: Callable[[Problem], Prediction]
     package: str

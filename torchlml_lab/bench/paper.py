@@ -377,7 +377,7 @@ def timing_figure(settings: TimingFigureSettings) -> None:
     path = find_csv(settings.csv, USUAL, "torchlml bench paper")
     rows = of_study(read(path, "--csv"))
     if not rows:
-        raise BadInput(f"`--csv` names `{path}`, which has no results from `torchlml bench paper`.")
+        raise BadInput(f"`{path}` (`--csv`) has no results from `torchlml bench paper`.")
     draw(rows, settings.out, [path])
     say_where(settings.out)
 
@@ -393,7 +393,7 @@ def draw(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -
     Args:
         rows: The results from `torchlml bench paper`. If a measurement was repeated, its last row is used.
         picture: The PNG or SVG file to write.
-        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
+        csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """
     shown = [row for row in latest(rows).values() if row.threads == rows[-1].threads]
     sizes = sorted({row.n for row in shown})

@@ -71,8 +71,8 @@ def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tupl
     h = torch.randn(batch, features, generator=generator).requires_grad_()
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
     target = torch.randint(labels, (batch,), generator=generator)
-    # With this chunk size, torch's loss uses about as much memory as `linear_lml_loss`. With its default
-    # options, it takes twenty times as long as with this chunk size.
+    # With this chunk size, torch's loss uses about as much memory as `linear_lml_loss`. With the default
+    # options, torch's loss takes twenty times as long.
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=64) if hasattr(F, _TORCH) else None
     losses = (
         lambda: torchlml.linear_lml_loss(h, w, target, _K),
@@ -212,7 +212,7 @@ class TrainingRecord:
 
 
 TRAINING = StudyTable(TrainingRecord, lambda row: (-row.threads, row.processes, row.samples, row.labels))
-_PER_SAMPLE = 3  # labels per sample; more are used if necessary for every label to occur
+_PER_SAMPLE = 3  # labels per sample, or more if needed for every label to occur
 _MOST_PER_SAMPLE = 10
 _TOGETHER = (100_000, 10_000)  # maximum samples and labels in the runs with one thread per process
 
@@ -352,7 +352,8 @@ def write_samples(path: Path, samples: int, labels: int, features: int) -> None:
 def train_some(arguments: Sequence[str]) -> None:
     """Train for a given time. The arguments are a sample file, the time in seconds and the number of threads.
 
-    With torchrun, the processes share the samples of each batch, and the first process prints the results.
+    With torchrun, the samples of each batch are divided among the processes, and the first process prints the
+    results.
     """
     from accelerate import Accelerator
 

@@ -18,9 +18,9 @@ class TimingSettings:
     repetitions: int = 100
     """Maximum number of rounds. Each round times every method once and computes its ratio to the baseline."""
     seconds: float = 4.0
-    """Seconds per comparison, shared equally by its methods; slow methods may run only once."""
+    """Seconds per comparison, divided equally among its methods. Each method runs at least once."""
     csv: Path = Path("torchlml-bench.csv")
-    """CSV file to append the results to; it is created if it does not exist."""
+    """CSV file to append the results to. It is created if it does not exist."""
 
 
 def check_timing(settings: TimingSettings) -> None:
@@ -69,7 +69,7 @@ class GridBenchmarkSettings(TimingSettings):
     sizes: tuple[int, ...] = (100, 1000, 10_000, 1_000_000)
     """Row lengths n to measure."""
     ks: tuple[str, ...] = ("5", "n/2")
-    """Values of k: integers, `n/NUMBER` or `n-NUMBER`; values outside 1 to n-1 are skipped."""
+    """Values of k: integers, `n/NUMBER` or `n-NUMBER`. Values outside 1 to n-1 are skipped."""
     batches: tuple[int, ...] = (256,)
     """Batch sizes, reduced for long rows so that no tensor has more than 4,000,000 entries."""
     scales: tuple[float, ...] = (1.0, 12.0)
@@ -79,17 +79,17 @@ class GridBenchmarkSettings(TimingSettings):
     threads: tuple[int, ...] = (1,)
     """Numbers of torch threads."""
     providers: tuple[str, ...] = ()
-    """Functions to compare; by default, all that are available. The baseline softmax is always included."""
+    """Functions to compare. By default, all available ones. Softmax, the baseline, is always included."""
     modes: tuple[str, ...] = MODES
-    """Passes to measure: forward without a graph, only backward, or forward+backward with autograd."""
+    """Passes to measure: forward (without autograd), backward, and forward+backward."""
     metrics: tuple[str, ...] = field(default_factory=_metrics)
     """Metrics to measure: `time` per call, and the peak `memory` that a call adds (Linux only)."""
     plot: Path | None = None
-    """PNG or SVG file for a plot of all times in the CSV; by default a PNG with the name of the CSV."""
+    """PNG or SVG file for a plot of all times in the CSV. By default, NAME.png for NAME.csv."""
     compare: Path | None = None
-    """CSV file from an earlier run, whose ratios are shown next to the new ones."""
+    """CSV file from an earlier run. Its ratios are shown next to the new ones."""
     quick: bool = False
-    """Use defaults that take well under a minute; other options still apply."""
+    """Use defaults with which the benchmark takes well under a minute. Other options still apply."""
 
 
 # The defaults with `--quick`.
@@ -105,24 +105,23 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LayerSettings(GridBenchmarkSettings):
-    """Time lml, topk, sort, sigmoid and a copy relative to softmax.
+    """Measure the time and memory of lml, topk, sort, sigmoid and a copy, relative to softmax.
 
-    The two calls whose times form a ratio run within milliseconds of each other, so ratios are reliable even
-    on a noisy machine.
+    Each ratio compares two times from the same round, so ratios are reliable even on a noisy machine.
     """
 
 
 @dataclass(frozen=True)
 class ConstrainedSettings(GridBenchmarkSettings):
-    """Time the operators related to lml relative to softmax."""
+    """Measure the time and memory of operators related to lml, relative to softmax."""
 
     plot: Path | None = None
-    """PNG or SVG file for a plot of all times in the CSV; by default NAME-constrained.png next to the CSV."""
+    """PNG or SVG file for a plot of all times in the CSV. By default, NAME-constrained.png for NAME.csv."""
 
 
 @dataclass(frozen=True)
 class LossesSettings(TimingSettings):
-    """Time the losses with their gradients at fixed sizes, relative to a baseline."""
+    """Time the forward and backward passes of the losses at fixed sizes, relative to a baseline loss."""
 
     threads: tuple[int, ...] = (1,)
     """Numbers of torch threads."""
@@ -138,9 +137,9 @@ class ShortRowsSettings(TimingSettings):
     """
 
     seconds: float = 2.0
-    """Time budget for one comparison, in seconds."""
+    """Time budget per comparison in seconds."""
     scales: tuple[float, ...] = (1.0, 3.0, 12.0)
-    """Standard deviations of the logits; each is a column of the table."""
+    """Standard deviations of the logits. Each has its own column in the table."""
     dtypes: tuple[str, ...] = ("float32",)
     """Data types of the logits: float32, float64, bfloat16, float16."""
     threads: tuple[int, ...] = (1,)
@@ -149,16 +148,16 @@ class ShortRowsSettings(TimingSettings):
 
 @dataclass(frozen=True)
 class SubsetSettings(TimingSettings):
-    """Compare the time, memory and accuracy of the exact distribution over k-subsets with other methods."""
+    """Compare the exact distribution over k-subsets with other methods in time, memory and accuracy."""
 
     repetitions: int = 15
     seconds: float = 5.0
     sizes: tuple[int, ...] = (100, 1000, 10_000, 100_000, 1_000_000)
     """Row lengths n in the comparison."""
     ks: tuple[int, ...] = (10, 1000)
-    """Subset sizes k in the comparison; values that are not below the row length are skipped."""
+    """Subset sizes k in the comparison. Only values smaller than the row length are used."""
     scale: float = 2.0
-    """The standard deviation of the logits in the comparison."""
+    """Standard deviation of the logits in the comparison."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +165,9 @@ class BalancedSettings(TimingSettings):
     """Time balanced_lml on router logits, relative to lml on the same matrix in the same round."""
 
     skews: tuple[float, ...] = (0.0, 1.0, 3.0, 10.0)
-    """Standard deviations of the expert preferences that all tokens share; 0 means no preference."""
+    """Standard deviations of the expert preferences that all tokens share. 0 means no preference."""
     dtype: str = "float32"
-    """The dtype of the logits: float32, float64 or bfloat16."""
+    """Data type of the logits: float32, float64 or bfloat16."""
     threads: int = 1
     """Number of torch threads."""
 
@@ -184,21 +183,21 @@ class PaperSettings:
     sizes: tuple[int, ...] = (1000, 10_000)
     """Row lengths n to measure."""
     ks: tuple[int, ...] = (5, 50, 100)
-    """Values of k, below the smallest row length."""
+    """Values of k, all smaller than the smallest row length."""
     batch: int = 256
     """Number of rows per batch."""
     threads: tuple[int, ...] = (1,)
     """Numbers of torch threads."""
     trials: int = 50
-    """Number of times each method is timed on each problem."""
+    """Number of times that each method is timed for each n and k."""
     csv: Path = Path("torchlml-paper-timing.csv")
-    """CSV file to append the results to; it is created if it does not exist."""
+    """CSV file to append the results to. It is created if it does not exist."""
     plot: Path | None = None
-    """PNG or SVG file for the figure; by default a PNG with the name of the CSV."""
+    """PNG or SVG file for the figure. By default, NAME.png for NAME.csv."""
     resume: bool = False
-    """Skip row lengths that the CSV already contains for this machine and these versions."""
+    """Skip row lengths that the CSV already contains for this machine, torch version and torchlml version."""
     quick: bool = False
-    """Use 5 trials on rows of length 1000, which takes about a minute; other options still apply."""
+    """Use 5 trials on rows of length 1000, which takes about a minute. Other options still apply."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ class ComparisonSettings(TimingSettings):
 
     csv: Path = Path("torchlml-alternatives.csv")
     methods: tuple[str, ...] = ()
-    """Methods to compare; by default, all that are available. Some of them run only on short rows."""
+    """Methods to compare. By default, all available ones. Some methods run only on short rows."""
     sizes: tuple[int, ...] = (32, 1000, 10_000)
     """Row lengths n to measure."""
     k: int = 5
@@ -220,13 +219,13 @@ class ComparisonSettings(TimingSettings):
     scale: float = 3.0
     """Standard deviation of the logits."""
     equal: int = 2_700_000
-    """Length of an additional row of equal logits; 0 omits this row."""
+    """Length of an additional row in which all logits are equal. 0 omits this row."""
     threads: int = 1
     """Number of torch threads."""
     plot: Path | None = None
-    """PNG or SVG file for the plot of this run; by default a PNG with the name of the CSV."""
+    """PNG or SVG file for the plot of this run. By default, NAME.png for NAME.csv."""
     quick: bool = False
-    """Use defaults that take well under a minute; other options still apply."""
+    """Use defaults with which the benchmark takes well under a minute. Other options still apply."""
 
 
 # The defaults with `--quick`.
@@ -235,7 +234,7 @@ QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "equal": 0, "
 
 @dataclass(frozen=True)
 class ScaleSettings(TimingSettings):
-    """Measure time and memory with many labels, the time for a long row, and communication rounds."""
+    """Measure time and memory with many labels, time on a long row, and communication between processes."""
 
     repetitions: int = 10
     seconds: float = 120.0
@@ -248,33 +247,34 @@ class ScaleSettings(TimingSettings):
     features: int = 128
     """Number of inputs of the linear layer."""
     most_labels: int = 1_000_000
-    """Number of labels in the measurement of peak memory: one training step on 512 rows in a new process."""
+    """Number of labels when measuring the peak memory of one training step on 512 rows in a new process."""
     longest_row: int = 10_000_000
-    """Length of the very long row."""
+    """Length of the single row on which lml and softmax are timed."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Measure the speed and memory of `torchlml train multilabel`; repeat the command to resume.
+    """Measure the speed and memory of `torchlml train multilabel`. Repeat the command to resume.
 
     Every size is measured in a new process on a generated file. All samples are read, but training stops
-    after a few steps. For each value of --processes, one size is also measured with one thread per process.
+    after the time set by --seconds. For each value of --processes, one size is also measured with one thread
+    per process.
     """
 
     csv: Path = Path("training.csv")
-    """CSV file for the results; measurements that it already contains are not repeated."""
+    """CSV file for the results. Measurements that it already contains are not repeated."""
     samples: tuple[int, ...] = (10_000, 100_000, 1_000_000)
-    """The numbers of samples."""
+    """Numbers of samples to measure."""
     labels: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
-    """The numbers of labels, at most ten times the number of samples."""
+    """Numbers of labels to measure. Values above ten times the number of samples are skipped."""
     features: int = 100_000
-    """The number of features; each sample has about 15 of them."""
+    """Number of features. Each sample has about 15 of them."""
     seconds: float = 20.0
-    """The training time for each size, in seconds."""
+    """Training time for each size in seconds."""
     threads: int = 2
     """Number of torch threads when one process is used."""
     processes: tuple[int, ...] = (1, 2)
-    """The numbers of processes to measure, with one thread per process."""
+    """Numbers of processes to measure, with one thread per process."""
 
 
 Kind = TypeVar("Kind", LayerSettings, ConstrainedSettings, PaperSettings, ComparisonSettings)
@@ -310,20 +310,20 @@ def read_alternatives(arguments: Sequence[str]) -> ComparisonSettings:
 
 @dataclass(frozen=True)
 class OwnDataSettings:
-    """Compare `torchlml train multilabel` with other packages for tagging; repeat the command to resume.
+    """Compare `torchlml train multilabel` with other packages for tagging. Repeat the command to resume.
 
     Every method trains on the same samples of bibtex, corel5k, delicious and GoEmotions and predicts labels
     for the same test samples. LibMultiLabel and napkinXC are optional: `pip install 'torchlml[competitors]'`.
     """
 
     data: Path | None = None
-    """The data directory, as described in results/own-data/README.md; by default `$TORCHLML_DATA`."""
+    """Data directory, as described in results/own-data/README.md. The default is `$TORCHLML_DATA`."""
     csv: Path = Path("own-data.csv")
-    """CSV file for the results; comparisons that it already contains are not repeated."""
+    """CSV file for the results. Comparisons that it already contains are not repeated."""
     sets: tuple[str, ...] = ("bibtex", "corel5k", "delicious", "goemotions")
-    """The data sets."""
+    """Data sets to use."""
     sizes: tuple[int, ...] = (300, 1000, 3000, 8000)
-    """The numbers of training samples; 0 or a number that is too large selects all samples."""
+    """Numbers of training samples. 0 or a number larger than the data set selects all samples."""
     methods: tuple[str, ...] = (
         "torchlml",
         "LinearSVC",
@@ -335,6 +335,6 @@ class OwnDataSettings:
         "napkinXC",
         "napkinXC, tuned",
     )
-    """The methods to compare; tuned methods select C and a rule for label sets on validation samples."""
+    """Methods to compare. Tuned methods choose C and a decision rule for labels on validation samples."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """The seeds; each seed selects the training samples and initializes the network of torchlml."""
+    """Random seeds for selecting the training samples and initializing torchlml's network."""

@@ -46,7 +46,7 @@ def benchmarks(settings: BenchmarksFigureSettings) -> None:
     rows = [row for path in paths for row in _read(path)]
     times = [row for row in rows if (row.operator, row.metric) == ("projection", "time")]
     if not times:
-        raise BadInput(f"`--csv` names `{paths[0]}`, which has no times from `torchlml bench layer`.")
+        raise BadInput(f"`{paths[0]}` (`--csv`) has no times from `torchlml bench layer`.")
     grid_benchmark.draw(times, settings.out, paths)
     write_tables("\n\n".join(tables(rows).values()) + "\n", settings.out)
 
@@ -57,7 +57,7 @@ def bandwidth(settings: BandwidthFigureSettings) -> None:
     path = find_csv(settings.csv, (OWN, STUDY[0]), "torchlml bench layer")
     rows = _read(path)
     if not shares(rows):
-        raise BadInput(f"`--csv` names `{path}`, which has no copy times from `torchlml bench layer`.")
+        raise BadInput(f"`{path}` (`--csv`) has no copy times from `torchlml bench layer`.")
     draw_bandwidth(rows, settings.out, [path])
     say_where(settings.out)
 
@@ -101,12 +101,12 @@ _LOOKS = {
 
 
 def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the speed relative to a copy against n, with a panel for each number of threads.
+    """Plot the speed relative to a copy as a function of n, with one panel per number of threads.
 
     Args:
         rows: The rows from `torchlml bench layer`.
         picture: The PNG or SVG file to write.
-        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
+        csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """
     by_threads = {threads: lines for threads, lines in shares(rows).items() if any(map(len, lines.values()))}
     with new_figure(picture, PAGE, 2.7, csv) as figure:

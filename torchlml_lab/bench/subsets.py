@@ -1,4 +1,4 @@
-"""`torchlml bench subsets`: compare the exact distribution over k-subsets with targets and other methods."""
+"""`torchlml bench subsets`: measure `KSubset`, and compare it with targets and other methods."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,8 @@ def exact(x: Tensor, k: int) -> Quantities:
 def recursion(x: Tensor, k: int) -> Quantities:
     """Compute the log normalizer and the inclusion probabilities by the O(nk) recursion of SIMPLE.
 
-    The recursion (Ahmed et al., 2023) gives the log normalizer. The inclusion probabilities are its gradient.
+    The recursion (Ahmed et al., 2023) computes the log normalizer, whose gradient contains the inclusion
+    probabilities.
     """
     x = x.detach().requires_grad_()
     log_e = torch.full((k + 1,), -1e300, dtype=x.dtype)
@@ -60,7 +61,7 @@ def recursion(x: Tensor, k: int) -> Quantities:
 def untilted_fourier(x: Tensor, k: int) -> Quantities:
     """Compute the log normalizer by a Fourier transform, and the inclusion probabilities as its gradient.
 
-    The transform gives the probability of exactly k heads if coin i comes up heads with probability
+    The transform computes the probability of exactly k heads if coin i comes up heads with probability
     sigmoid(x_i). It is computed in complex64, and its result is clamped to at least eps.
     """
     x = x.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Timing of calls in random order, and the peak memory of a call."""
+"""Functions that time calls in random order and measure the peak memory of a call."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 
 # The minimum duration of a sample. Short calls are repeated within a sample, so that reading the clock takes
-# less than a percent of the time.
+# less than one percent of the time.
 _SAMPLE_SECONDS = 0.5e-3
 _WARM_UP_SECONDS = 20e-3
 
@@ -47,7 +47,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds per call, the ratio to the baseline in the same round, and the number of rounds."""
+    """The timing of a call: its seconds, its ratio to the baseline in the same round, and the rounds."""
 
     seconds: Quantiles
     ratio: Quantiles
@@ -127,7 +127,7 @@ def _timings(samples: Mapping[Name, list[float]], ratios: Mapping[Name, list[flo
 
 
 def _repeats(call: Callable[[], object], sample_seconds: float) -> int:
-    """Return the number of calls that makes a sample long enough. The calls also serve as a warm-up."""
+    """Return the number of calls that makes a sample long enough. Finding it also serves as a warm-up."""
     fastest = spent = _sample(call, 1)
     while spent < _WARM_UP_SECONDS:
         once = _sample(call, 1)

@@ -23,7 +23,8 @@ from torchlml_lab.multilabel.model import LabelNetwork, probabilities, scores
 from torchlml_lab.multilabel.samples import Batch, Batches
 from torchlml_lab.multilabel.settings import LOSSES, WITH_K, LossName
 
-# As in `torchlml train multilabel`: the k of the nDCG that selects an epoch, and the patience in steps.
+# The k of the nDCG@k that selects the best epoch, and the default patience in steps. Both are the same as in
+# `torchlml train multilabel`.
 _AT = 5
 _PATIENT_STEPS = 100
 
@@ -33,8 +34,8 @@ class Schedule(NamedTuple):
 
     epochs: int
     patience: int | None
-    """Training stops after this many epochs without improvement. None means the number of epochs that
-    take 100 steps, but at least 5."""
+    """Training stops after this many epochs without improvement. None corresponds to 100 steps, but at least
+    5 epochs."""
     batch_size: int
     learning_rate: float
     seed: int
@@ -55,7 +56,7 @@ def fit_network(
     schedule: Schedule,
     say: Callable[[str], None],
 ) -> int:
-    """Train a network in place; with validation samples, restore the weights of its best epoch.
+    """Train a network in place. If validation samples are given, restore the weights of the best epoch.
 
     Args:
         network: The network to train.
@@ -63,7 +64,7 @@ def fit_network(
         training: The training samples.
         validation: The samples used to select the best epoch. If None, train for all epochs.
         schedule: The training schedule.
-        say: Called with a line after every epoch.
+        say: Called after every epoch with a line of text to print.
 
     Returns:
         The number of epochs that the network was trained for.
@@ -88,7 +89,7 @@ def fit_network(
         say(f"{line}, validation loss {-judged.minus_loss:.4f}, nDCG@{_AT} {judged.ndcg:.4f}")
         if judged.ndcg > best.ndcg:
             best_epoch = epoch
-        if judged > best:  # keep weights with equal nDCG and lower loss, but do not extend the patience
+        if judged > best:  # a lower loss at equal nDCG updates the weights, but does not extend the patience
             best, weights = judged, copy.deepcopy(network.state_dict())
         if epoch - best_epoch >= patience:
             break
@@ -99,7 +100,7 @@ def fit_network(
 
 
 def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
-    """Compute the nDCG and the loss of a network on samples."""
+    """Compute the nDCG and the loss of a network on validation samples."""
     network.eval()
     logits = torch.cat([found for found, _ in scores(network, rows.inputs)])
     labels = unlike_logits(rows.__getitems__(range(len(rows))).labels, logits.shape[1])
@@ -108,7 +109,7 @@ def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
     return Judged(ndcg.item(), -loss(logits, labels).item())
 
 
-_FEWEST = 100  # the minimum number of samples for a validation set
+_FEWEST = 100  # with fewer samples, none are held out for validation
 
 
 class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -124,8 +125,8 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         ['cup', 'milk']
 
     Args:
-        k: the number of labels per sample: an integer, or "labels". With "labels", training uses the number
-            of labels of each sample, and predictions use their mean, rounded to an integer (`k_`).
+        k: the number of labels per sample: an integer, or "labels". With "labels", training uses each
+            sample's own number of labels, and predictions use the mean number, rounded to an integer (`k_`).
         hidden: the size of the hidden layer; 0 for a linear model.
         dropout: the dropout probability of the hidden layer.
         loss: "lml", "softmax", "bce" or "truncated-entropy".
@@ -133,27 +134,28 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         batch_size: the number of samples per step.
         epochs: the maximum number of epochs.
         validation_fraction: the fraction of samples held out for validation, to select the epoch with the
-            best nDCG@5. With 0, or with fewer than 100 samples, all samples and epochs are used.
-        patience: stop after this many epochs without improvement; None means the number of epochs
-            that take 100 steps, but at least 5.
+            best nDCG@5. With 0, or with fewer than 100 samples, the model is trained on all samples for the
+            maximum number of epochs.
+        patience: stop after this many epochs without improvement; None corresponds to 100 steps, but at
+            least 5 epochs.
         random_state: the seed for the initial weights, the order of the samples and the validation split.
         verbose: whether to print a line after every epoch.
 
     X is an array or a sparse matrix. Dense columns are standardized; the rows of a sparse matrix are
     divided by their mean norm. For texts, use `TfidfVectorizer` in a `Pipeline`.
 
-    y is one of
-    - a binary matrix with a column for each label, dense or sparse: `predict` returns such a matrix;
-    - a list of label names for each sample: `predict` returns lists of names, best first. Stratified
-      splits in scikit-learn do not support lists, so pass a `KFold` instead of a number to `GridSearchCV`;
-    - one class for each sample: `predict` returns the best class, and k is 1 unless you set it.
+    y can have three forms:
+    - A dense or sparse binary matrix with a column for each label. `predict` returns a matrix of this kind.
+    - A list of label names for each sample. `predict` returns lists of names, best first. Stratified
+      splits in scikit-learn do not support lists, so pass a `KFold` instead of a number to `GridSearchCV`.
+    - One class for each sample. `predict` returns the best class, and k is 1 unless you set it.
 
     Samples without labels are ignored in training and in `score`. Training runs on the CPU.
 
     Attributes:
         classes_: (n,), the names of the labels; for a matrix, its column indices.
         k_: the number of labels that `predict` returns.
-        n_iter_: the number of epochs that were trained.
+        n_iter_: the number of epochs for which the network was trained.
         network_: the trained `torch.nn.Module`.
     """
 
@@ -201,7 +203,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31))
         training, validation = self._parts(Batches(self._inputs(X), labels), random)
-        # Dropout and the initial weights use torch's global generator, so its state is restored afterward.
+        # The initial weights and dropout use PyTorch's global generator. Its state is restored afterward.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inputs, n = X.shape[1], len(self.classes_)
@@ -240,11 +242,11 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self._form.write(order[:, : int(k)].numpy())
 
     def score(self, X: Any, y: Any) -> float:
-        """Return the mean share of a sample's labels that are in its top m, where m is its number of labels.
+        """Return the mean R-precision: for a sample with m labels, the share of them that are in the top m.
 
-        It is both precision and recall at m, and the accuracy if each sample has one label. It does not grow
-        with `k`, so `GridSearchCV` can compare values of k. `torchlml.metrics` has P@k, nDCG@k and more,
-        and scikit-learn's metrics accept the outputs of `predict` and `predict_proba`.
+        If each sample has one label, this is the accuracy. It does not depend on how many labels `predict`
+        returns, so `GridSearchCV` can compare values of `k`. For other metrics, use `torchlml.metrics` (P@k,
+        nDCG@k and more), or pass the outputs of `predict` and `predict_proba` to scikit-learn's metrics.
         """
         logits = self._logits(X)
         labels = self._form.read(y)
@@ -265,7 +267,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _check_settings(self) -> None:
-        """Validate the settings before any data are read."""
+        """Validate the settings before the data is read."""
         if self.k != "labels" and not _whole(self.k, 1):
             raise ValueError(f'`k` must be a positive integer or "labels", but it is {self.k!r}.')
         if self.loss not in LOSSES:
@@ -317,7 +319,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return sparse.csr_array(X if self._mean is not None else X / float(self._scale), dtype=np.float32)
 
     def _parts(self, rows: Batches, random: Any) -> tuple[Batches, Batches | None]:
-        """Split samples into a training and a validation part."""
+        """Split the samples into a training set and a validation set."""
         count = round(self.validation_fraction * len(rows)) if len(rows) >= _FEWEST else 0
         if count == 0:
             return rows, None

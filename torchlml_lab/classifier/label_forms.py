@@ -1,4 +1,4 @@
-"""The supported forms of labels, for training data and for predictions."""
+"""The supported forms of `y`, which are used for training labels and for predictions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ NO_LABELS = "`y` must contain labels, but no sample has any."
 class LabelForm:
     """The form of the training labels.
 
-    `indicator` and `sparse` are matrices with a column for each label, `lists` is a list of names per sample,
-    and `single` is one class per sample.
+    `indicator` and `sparse` are dense and sparse matrices with a column for each label, `lists` is a list of
+    names per sample, and `single` is one class per sample.
     """
 
     kind: Form
@@ -27,7 +27,7 @@ class LabelForm:
     """(n,): the names of the labels; for a matrix, its column indices."""
 
     def read(self, labels: Any) -> Matrix:
-        """Convert labels in this form to a CSR matrix, omitting unknown names."""
+        """Convert labels in this form to a CSR matrix, omitting names that are not in `classes`."""
         labels = _as_list(labels)
         if self.kind in ("indicator", "sparse"):
             matrix = _matrix(labels)
@@ -45,7 +45,7 @@ class LabelForm:
         return sparse.csr_array((np.ones(len(places), dtype=np.int8), places, starts), shape=shape)
 
     def counts(self, labels: Any) -> Any:
-        """Return the number of labels of each sample, including unknown names."""
+        """Return the number of labels of each sample, including names that are not in `classes`."""
         labels = _as_list(labels)
         if self.kind == "lists":
             return np.array([len(set(row)) for row in _rows_of_names(labels)])
@@ -60,7 +60,7 @@ class LabelForm:
             best: The label indices.
 
         Returns:
-            A binary matrix, a list of lists of names, or the best class if samples have one class each.
+            A binary matrix, a list of names per sample, or, if each sample has one class, the best classes.
         """
         if self.kind == "single":
             return self.classes[best[:, 0]]
@@ -75,7 +75,7 @@ class LabelForm:
 
 
 def learn_form(labels: Any) -> LabelForm:
-    """Determine the form of training labels; unsupported labels raise ValueError."""
+    """Determine the form of training labels. Unsupported labels raise ValueError."""
     labels = _as_list(labels)
     if sparse.issparse(labels):
         return LabelForm("sparse", np.arange(labels.shape[1]))
@@ -96,12 +96,12 @@ def learn_form(labels: Any) -> LabelForm:
 
 
 def _as_list(labels: Any) -> Any:
-    """Convert a pandas or polars column to a list; return other values unchanged."""
+    """Convert a pandas or polars column to a list. Other values are returned unchanged."""
     return labels.to_list() if callable(getattr(labels, "to_list", None)) else labels
 
 
 def _sorted_names(rows: list[list[Any]]) -> Any:
-    """Return all names as a sorted array; names of unsupported or mixed types raise ValueError."""
+    """Return all names as a sorted array. Names of unsupported or mixed types raise ValueError."""
     for row in rows:
         for name in row:
             if not isinstance(name, (str, int, float)):
@@ -127,7 +127,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_lists(labels: Any) -> bool:
-    """Whether the labels are a list, tuple or set per sample, not a matrix written as nested lists."""
+    """Whether each sample has a list, tuple or set of names. A 0/1 matrix of nested lists does not count."""
     if isinstance(labels, np.ndarray) and labels.dtype != object:
         return False
     if hasattr(labels, "columns"):  # a pandas or polars table

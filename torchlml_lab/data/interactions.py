@@ -29,8 +29,9 @@ _READ = "Pass a .csv, .tsv or .inter file of user-item pairs, or a text file wit
 class Interactions:
     """The items of every user, without duplicates and in file order, and the names of all users and items.
 
-    have = read_interactions(Path("train.txt"), "--train")
-    have.users[0], [have.items[i] for i in have.of(0)]
+    Example:
+        >>> have = read_interactions(Path("train.txt"), "--train")
+        >>> have.users[0], [have.items[i] for i in have.of(0)]
     """
 
     users: list[str]
@@ -64,7 +65,7 @@ class Interactions:
         return self.item[self.starts[user] : self.starts[user + 1]]
 
     def keep(self, chosen: Tensor) -> "Interactions":
-        """Keep the pairs selected by a boolean mask. Users and items keep their numbers."""
+        """Return only the pairs selected by a boolean mask. The numbers of users and items do not change."""
         counts = torch.bincount(self.user[chosen], minlength=len(self.users))
         return Interactions(self.users, self.items, _starts(counts), self.item[chosen])
 
@@ -76,7 +77,7 @@ def read_interactions(
     min_rating: float | None = None,
     by_time: bool = False,
 ) -> Interactions:
-    """Read a file of users and their items. The file name, without `.gz`, determines the format.
+    """Read a file of users and their items. The file extension, ignoring `.gz`, determines the format.
 
     Args:
         path: `*.csv` and `*.tsv` have a header and one user-item pair per line. `*.inter` is RecBole's
@@ -93,7 +94,9 @@ def read_interactions(
         The items of every user. Invalid input raises `BadInput`, which names the file and the line.
     """
     if file_kind(path) in _OTHER:
-        raise BadInput(f"`{option}` names `{path}`, but {file_kind(path)} files are not supported. {_READ}.")
+        raise BadInput(
+            f"`{path}` (`{option}`) cannot be read: {file_kind(path)} files are not supported. {_READ}."
+        )
     data = read_content(path, option)
     if is_table(path):
         table = _read_table(path, data, columns, min_rating, by_time)
@@ -104,7 +107,7 @@ def read_interactions(
         return replace(_number(users, items, None), low=table.low, unused=table.unused)
     names, listed, counts = _read_lines(data)
     if not listed:
-        raise BadInput(f"`{option}` names `{path}`, which contains no user-item pairs. {_READ}.")
+        raise BadInput(f"`{path}` (`{option}`) contains no user-item pairs. {_READ}.")
     return _number(names, listed, counts)
 
 
@@ -114,11 +117,11 @@ def is_table(path: Path) -> bool:
 
 
 def align(have: Interactions, known: Interactions) -> tuple[Interactions, int, int]:
-    """Renumber pairs to match other data, usually the training data of a model.
+    """Renumber users and items to match other data, usually the training data of a model.
 
     Args:
         have: The pairs to renumber.
-        known: The data that define the numbers of users and items.
+        known: The data that defines the numbers of users and items.
 
     Returns:
         The pairs of known users and items, the number of unknown users, and the number of unknown items.
@@ -155,7 +158,7 @@ def _read_lines(data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
 
 
 class _Table(NamedTuple):
-    """The pairs of a table."""
+    """The user-item pairs in a table."""
 
     users: list[str]
     items: list[str]
@@ -304,7 +307,7 @@ def _number(
     item_names, item = _numbers(items)
     if counts is not None:
         user = np.repeat(user, counts)
-    # The first of equal pairs is kept, so that items stay in file order.
+    # The first of several identical pairs is kept, so that items stay in file order.
     _, first = np.unique(user * len(item_names) + item, return_index=True)
     first.sort()
     order = first[np.argsort(user[first], kind="stable")]

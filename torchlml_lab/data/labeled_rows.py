@@ -37,23 +37,23 @@ class LabeledRows:
     features: Matrix
     """CSR float32 (rows, features), possibly without columns. Missing numbers are NaN."""
     labels: Matrix
-    """CSR int8 (rows, labels): 1 for every label of a row."""
+    """CSR int8 (rows, labels): 1 where a sample has a label."""
     names: list[str]
     """The distinct names of the labels."""
     texts: list[str] | None = None
     columns: tuple[str, ...] | None = None
-    """The names of the features, or None if they are only numbered."""
+    """The names of the features, or None if the features have no names."""
 
     def __len__(self) -> int:
         return int(self.labels.shape[0])
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """The number of labels of each row."""
+        """int64 (rows,): the number of labels of each sample."""
         return np.diff(self.labels.indptr).astype(np.int64)
 
     def take(self, rows: npt.NDArray[Any]) -> "LabeledRows":
-        """Select rows by their numbers or by a boolean mask."""
+        """Select samples by index or by a boolean mask."""
         chosen = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
         texts = None if self.texts is None else [self.texts[row] for row in chosen]
         return replace(self, features=self.features[chosen], labels=self.labels[chosen], texts=texts)
@@ -89,11 +89,11 @@ class Columns:
     """If neither `texts` nor `numbers` is given, columns that contain only numbers become `numbers`, and all
     other columns become `texts`."""
     labels: tuple[str, ...] = ()
-    """One column with all labels of a sample, or a column of 0s and 1s for each label. By default, the label
-    columns are detected. Empty for files without labels."""
+    """One column with all labels of a sample, or a column of 0s and 1s for each label. An empty tuple means
+    that label columns are detected automatically, or that the file has no labels."""
     separator: str | None = None
-    """The separator between labels in a cell. By default, the most common of `, ; |` and tab. None if each
-    label has its own column."""
+    """The separator between labels in a cell. By default, the most common of `, ; |` and tab is used. It is
+    None if each label has its own column."""
 
     def __str__(self) -> str:
         parts = [("texts", self.texts), ("numbers", self.numbers)]
@@ -110,7 +110,7 @@ class Encoder:
 
     Args:
         name: The directory or the name of a sentence-transformers model.
-        cache: A file written by `save`. It is ignored if it is missing or belongs to another model.
+        cache: A file written by `save`. It is ignored if it is missing or was written for another model.
     """
 
     def __init__(self, name: str, cache: Path | None = None) -> None:
@@ -182,7 +182,7 @@ def label_order(names: Collection[str]) -> list[str]:
 
 
 class LabelLists:
-    """Collects the label names of samples as small integers."""
+    """Collects the labels of samples, and stores them compactly as integers."""
 
     def __init__(self) -> None:
         self._place: dict[str, int] = {}
@@ -196,7 +196,7 @@ class LabelLists:
             self._starts.append(len(self._columns))
 
     def matrix(self) -> tuple[Matrix, list[str]]:
-        """Return the matrix of `LabeledRows.labels`, and the sorted names of its columns."""
+        """Return a matrix like `LabeledRows.labels`, and the sorted names of its columns."""
         names = label_order(self._place)
         to = np.empty(len(names), dtype=np.int32)
         to[[self._place[name] for name in names]] = np.arange(len(names), dtype=np.int32)
@@ -210,16 +210,16 @@ class LabelLists:
 
 
 def label_matrix(lists: Iterable[Sequence[str]]) -> tuple[Matrix, list[str]]:
-    """Convert lists of label names to a matrix and the names of its columns, as `LabelLists` does."""
+    """Convert lists of label names to a matrix and the names of its columns, using `LabelLists`."""
     found = LabelLists()
     found.add(lists)
     return found.matrix()
 
 
 def stacked(blocks: list[Matrix], columns: int) -> Matrix:
-    """Stack the rows of CSR matrices into one matrix with this number of columns.
+    """Stack the rows of CSR matrices into one matrix with the given number of columns.
 
-    The list is emptied in the process, because two copies of a large matrix may not fit in memory.
+    The list is emptied block by block, because two copies of a large matrix may not fit in memory.
     """
     rows, entries = sum(block.shape[0] for block in blocks), sum(block.nnz for block in blocks)
     index = np.int32 if max(entries, columns) <= np.iinfo(np.int32).max else np.int64
@@ -238,7 +238,7 @@ def stacked(blocks: list[Matrix], columns: int) -> Matrix:
 
 
 def rename(rows: LabeledRows, path: Path | None, option: str) -> LabeledRows:
-    """Replace numbered labels with the names in a file, in which line i, counting from 0, names label i.
+    """Replace label numbers with names from a file. Line i, counting from 0, contains the name of label i.
 
     Args:
         rows: The samples.
@@ -260,14 +260,14 @@ def rename(rows: LabeledRows, path: Path | None, option: str) -> LabeledRows:
     for label in rows.names:
         if not (label.isascii() and label.isdigit() and int(label) < len(names)):
             raise BadInput(
-                f"`{option}` must name every label, but `{path}` contains {len(names)} names, for the labels "
-                f"from 0 to {len(names) - 1}, and a sample has the label `{label}`."
+                f"`{option}` must contain a name for every label, but `{path}` contains {len(names)} names, "
+                f"for labels 0 to {len(names) - 1}, and a sample has the label `{label}`."
             )
     return replace(rows, names=[names[int(label)] for label in rows.names])
 
 
 def parse_flag(cell: Any) -> bool | None:
-    """Parse a cell that indicates whether a sample has a label; return None for any other content."""
+    """Parse a cell that indicates whether a sample has a label. Return None for any other content."""
     return _FLAGS.get(str(cell).strip().lower())
 
 
@@ -293,7 +293,7 @@ def split_labels(cells: Sequence[Any], separator: str) -> Iterator[list[str]]:
 
 
 def _parsed_lists(cells: Sequence[Any]) -> list[Any] | None:
-    """Parse cells that are all empty or list literals such as `['a', 'b']`; return None for other cells."""
+    """Parse cells that are all empty or list literals such as `['a', 'b']`. Return None for other cells."""
     texts = (cell.strip() for cell in cells if isinstance(cell, str) and cell.strip())
     first = next(texts, None)
     if first is None or not all(map(_LIST.fullmatch, chain([first], texts))):

@@ -1,4 +1,4 @@
-"""Files with sparse features and labels: svmlight, extreme-classification text, and pairs of .npz files."""
+"""Readers for sparse samples: svmlight files, extreme-classification files, and pairs of .npz files."""
 
 import zipfile
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 def read_svmlight(path: Path, option: str) -> LabeledRows:
-    """Read a file of sparse samples with labels.
+    """Read sparse samples with labels from an svmlight or extreme-classification text file.
 
     Args:
         path: The file.
@@ -29,13 +29,13 @@ def read_svmlight(path: Path, option: str) -> LabeledRows:
         the file and the line.
     """
     blocks, labels = list[Matrix](), LabelLists()
-    header, before = None, 0  # the lines before a block
+    header, before = None, 0  # `before` is the number of lines before a block
     for block in read_blocks(path, option):
         lines = block.replace(b"\t", b" ").removesuffix(b"\n").split(b"\n")
         first = before + 1
         if not before and (header := _header(lines[0])) is not None:
             if header[1] > _LARGEST + 1:
-                said = f"at most {_LARGEST + 1} features are supported, not {header[1]}"
+                said = f"at most {_LARGEST + 1} features are supported, but {header[1]} are declared"
                 raise BadInput(f"`{path}`, line 1: {said}.")
             lines, first = lines[1:], 2
         at, heads, tails = _divide(lines, first, header is not None)
@@ -58,7 +58,7 @@ def read_svmlight(path: Path, option: str) -> LabeledRows:
 
 
 def declared_features(path: Path, option: str) -> int | None:
-    """Return the number of features according to the header or the shape of an `.npz`, or None if unknown."""
+    """Return the number of features in the header or the shape of an `.npz` matrix, or None if unknown."""
     if path.suffix == ".npz":
         return int(_read(path, option).shape[1])
     header = _header(next(read_blocks(path, option)).partition(b"\n")[0])
@@ -78,7 +78,7 @@ def _divide(lines: Sequence[bytes], first: int, header: bool) -> tuple[list[int]
 
     Args:
         lines: The lines, without the header.
-        first: The line number of the first of these lines.
+        first: The number of the first line.
         header: Whether the file has a header.
     """
     at, heads, tails = [], [], []
@@ -176,12 +176,12 @@ def _labels(
 
 
 def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: str) -> LabeledRows:
-    """Read sparse matrices written by `scipy.sparse.save_npz`.
+    """Read samples from sparse matrices that were written by `scipy.sparse.save_npz`.
 
     Args:
-        path: The features (rows, features), in any SciPy sparse format.
+        path: The file with the features (rows, features), in any SciPy sparse format.
         option: The command-line option that gave the path, for error messages.
-        labels: The labels (rows, labels), where each positive entry is a label. None means no labels.
+        labels: The file with the labels (rows, labels). Each positive entry is a label. None means no labels.
         labels_option: The command-line option that gave the path of the labels.
 
     Returns:
@@ -211,7 +211,7 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
 
 
 def _row(matrix: Matrix, right: npt.NDArray[np.bool_]) -> int:
-    """Return the row of the first stored entry that is not valid."""
+    """Return the row of the first invalid entry."""
     return int(np.searchsorted(matrix.indptr, np.argmin(right), "right")) - 1
 
 
@@ -220,17 +220,17 @@ def _read(path: Path, option: str) -> Matrix:
         with path.open("rb") as file:
             stored = sparse.load_npz(file)
         if stored.format in ("csr", "csc", "bsr"):
-            stored.check_format(full_check=True)  # an invalid index would cause a read out of bounds
+            stored.check_format(full_check=True)  # an invalid index would cause an out-of-bounds read
         matrix = sparse.csr_array(stored)
     except OSError as error:
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
+        raise BadInput(f"`{path}` (`{option}`) cannot be read: {reason(error)}.") from error
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        said = f"`{option}` names `{path}`, which is not a complete file written by `scipy.sparse.save_npz`."
+        said = f"`{path}` (`{option}`) is not a complete file written by `scipy.sparse.save_npz`."
         raise BadInput(said) from error
     if not matrix.shape[0] or not matrix.shape[1]:
-        raise BadInput(f"`{option}` names `{path}`, which is empty: its shape is {matrix.shape}.")
+        raise BadInput(f"`{path}` (`{option}`) is empty: its shape is {matrix.shape}.")
     if matrix.dtype.kind not in "biuf":
         raise BadInput(
-            f"`{option}` names `{path}`, whose entries must be numbers, but their dtype is {matrix.dtype}."
+            f"The entries of `{path}` (`{option}`) must be numbers, but their dtype is {matrix.dtype}."
         )
     return matrix

@@ -1,4 +1,4 @@
-"""Tables (CSV, TSV, JSON lines and Parquet) of texts, numbers and labels, and the roles of their columns."""
+"""Reader for tables (CSV, TSV, JSON lines and Parquet), which also detects the roles of their columns."""
 
 import csv
 import io
@@ -61,13 +61,13 @@ class _Cells:
 def read_table(
     path: Path, option: str, columns: Columns, labeled: bool = True
 ) -> tuple[LabeledRows, Columns]:
-    """Read a table.
+    """Read samples from a table.
 
     Args:
         path: `*.csv`, `*.tsv`, `*.jsonl` or `*.ndjson`, optionally gzipped (`.gz`), or `*.parquet`.
         option: The command-line option that gave the path, for error messages.
         columns: The known roles of its columns.
-        labeled: Whether labels are required. Otherwise the samples have no labels.
+        labeled: Whether to read labels. If so, the table must contain them.
 
     Returns:
         The samples, and the roles of all columns. Invalid input raises `BadInput`, which names the file and
@@ -77,7 +77,7 @@ def read_table(
     read = _read_parquet if kind == ".parquet" else _read_json if kind in (".jsonl", ".ndjson") else _read_csv
     cells = read(path, option)
     if not cells.at:
-        raise BadInput(f"`{option}` names `{path}`, which has columns but no rows.")
+        raise BadInput(f"`{path}` (`{option}`) has columns but no rows.")
     return _rows(cells, columns, labeled)
 
 
@@ -112,7 +112,7 @@ def _rows(cells: _Cells, columns: Columns, labeled: bool) -> tuple[LabeledRows, 
     numbers = np.empty((len(cells.at), len(columns.numbers)), dtype=np.float32)
     for place, name in enumerate(columns.numbers):
         numbers[:, place] = np.fromiter(_numbers(cells, name), np.float32, len(cells.at))
-    # Convert blocks of rows, because scipy needs 16 more bytes per number during the conversion.
+    # Convert blocks of rows, because scipy needs 16 additional bytes per number during the conversion.
     parts = [sparse.csr_array(numbers[start : start + _ROWS]) for start in range(0, len(numbers), _ROWS)]
     labels, names = label_matrix(_labels(cells, columns) if labeled else ([] for _ in cells.at))
     return LabeledRows(stacked(parts, len(columns.numbers)), labels, names, texts, columns.numbers), columns
@@ -163,7 +163,7 @@ def _read_csv(path: Path, option: str) -> _Cells:
 
 
 class _Blocks:
-    """The blocks of a text file. Its first blocks can be read repeatedly.
+    """The lines of a text file that is read in blocks. Lines can be inspected before they are consumed.
 
     Args:
         blocks: The blocks, which are read only when they are needed.
@@ -173,7 +173,7 @@ class _Blocks:
         self._first, self._rest = list[str](), map(bytes.decode, blocks)
 
     def peek(self) -> Iterator[str]:
-        """Yield the lines. They can be read again later."""
+        """Yield the lines without consuming them, so that they can be read again."""
         for number in count():
             if number == len(self._first):
                 if (block := next(self._rest, None)) is None:
@@ -182,7 +182,7 @@ class _Blocks:
             yield from io.StringIO(self._first[number])
 
     def lines(self) -> Iterator[str]:
-        """Yield all lines. They cannot be read again."""
+        """Yield all lines and consume them."""
         for block in chain(self._first, self._rest):
             yield from io.StringIO(block)
         self._first.clear()
@@ -212,7 +212,7 @@ def _check_unique(header: Sequence[str], where: str) -> None:
 
 
 def _read_json(path: Path, option: str) -> _Cells:
-    """Read one JSON object per line. A key that an object lacks is a missing cell."""
+    """Read one JSON object per line. A key that is missing from an object becomes a missing cell."""
     at, columns = array("q"), dict[str, list[Any]]()
     lines = chain.from_iterable(
         block.decode().removesuffix("\n").split("\n") for block in read_blocks(path, option)
@@ -238,7 +238,7 @@ def _read_json(path: Path, option: str) -> _Cells:
 
 
 def _is_unicode(row: dict[str, Any]) -> bool:
-    """Whether no text contains half of a surrogate pair, which JSON allows but UTF-8 cannot encode."""
+    """Whether all strings are valid Unicode. JSON allows unpaired surrogates, which UTF-8 cannot encode."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -260,7 +260,7 @@ def _parquet_file(path: Path, option: str) -> Iterator[Any]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise BadInput(
-            f"`{path}` needs the package `pyarrow`. Run `pip install 'torchlml[parquet]'`."
+            f"Reading `{path}` requires the package `pyarrow`. Run `pip install 'torchlml[parquet]'`."
         ) from error
     try:
         with path.open("rb") as file:
@@ -269,7 +269,7 @@ def _parquet_file(path: Path, option: str) -> Iterator[Any]:
             yield opened
     except (OSError, ArrowException) as error:
         said = reason(error) if getattr(error, "strerror", None) else "it is not a complete Parquet file"
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
+        raise BadInput(f"`{path}` (`{option}`) cannot be read: {said}.") from error
 
 
 def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
@@ -289,8 +289,8 @@ def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
     twice = next((name for name in labels if name in (*texts, *numbers)), None)
     if twice is not None:
         raise BadInput(
-            f"`{cells.path}`: the column `{twice}` contains the labels, so it cannot contain texts or "
-            "numbers. Choose another label column with `--labels`."
+            f"`{cells.path}`: the column `{twice}` contains the labels, so it cannot also be used "
+            "for texts or numbers. Choose another label column with `--labels`."
         )
     if not texts and not numbers:
         rest = [name for name in table if name not in labels]
@@ -341,7 +341,7 @@ def _is_number_column(cells: Sequence[Any]) -> bool:
 
 
 def _is_infinite(cell: Any) -> bool:
-    """Whether a cell for which `_number` returns None is nevertheless numeric: NaN or infinite."""
+    """Whether a cell that `_number` rejects is numeric: NaN, infinite or too large for float32."""
     return _python_number(cell) is not None
 
 
@@ -386,7 +386,7 @@ def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
                 raise cells.wrong(
                     row,
                     f"column `{name}` has `{shown(str(cell))}`, but with several label columns, each cell "
-                    "must be 0 or 1, or false or true",
+                    "must be 0, 1, false or true",
                 )
             if flag:
                 lists[row].append(name)
@@ -396,9 +396,10 @@ def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
 def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]:
     """Find the label columns of a table.
 
-    If columns have names in `USUAL_NAMES`, the one whose name comes first there is used. Otherwise, the only
-    column whose cells look like separated labels is used. If there is none, but the table contains texts and
-    several columns contain only 0s and 1s, each of those columns is a label.
+    If a column has a name in `USUAL_NAMES`, it is the label column. If there are several, the one whose name
+    comes first in `USUAL_NAMES` is used. Otherwise, the label column is the only column whose cells look like
+    lists of labels. If no column looks like that, but the table contains texts and at least two columns of 0s
+    and 1s, each of those columns is a label.
 
         >>> detect_labels({"text": ["a b", "c d"], "topics": ["x;y", "y"]}, (), Path("rows.csv"))
         ('topics',)

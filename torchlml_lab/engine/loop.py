@@ -1,4 +1,4 @@
-"""The training loop (tasks, training steps and epochs), and estimates and measurements of its time."""
+"""The training loop (tasks, steps and epochs), and functions that estimate and measure its duration."""
 
 import copy
 import inspect
@@ -46,7 +46,7 @@ class Task:
     `train`, if present, is a subset of the training data that is also evaluated after every epoch."""
     loss: Loss
     measure: Callable[[nn.Module, Iterable[Any], Accelerator], dict[str, float]]
-    """The metrics of a model on batches, aggregated over all processes, as fractions from 0 to 1."""
+    """Returns the metrics of a model on batches, aggregated over all processes, as fractions from 0 to 1."""
     chosen_by: str
     """The metric whose highest value on `validation` determines the best epoch."""
     printed: tuple[str, ...]
@@ -54,7 +54,7 @@ class Task:
     most_gradient: float | None = None
     """The maximum gradient norm for clipping. None disables clipping."""
     evaluated: int = 8
-    """The number of batches evaluated at once. Several fit in memory, because no gradients are stored."""
+    """The number of training batches per evaluation batch. Evaluation needs less memory per sample."""
     threads: int | None = None
     """The number of CPU threads that suits the task's operators. None means all available threads."""
     patience: int | None = None
@@ -63,9 +63,9 @@ class Task:
     """JSON files, by name, that are written to the run directory at the start, for use in prediction."""
     start_margin: float | None = None
     """The margin by which a later epoch must exceed the score of epoch 0 to become the best epoch. It is set
-    only if the model is already trained, and then the model is also evaluated before training, as epoch 0."""
+    only if the model is already trained. In this case, epoch 0 is an evaluation before training."""
     settings: TrainSettings | None = None
-    """The settings to write to the run directory, if they were adapted to the data."""
+    """The settings to write to the run directory. None means that the task did not change the settings."""
     combine: Callable[[nn.Module], None] | None = None
     """Called after training with the model of the best epoch, which it may modify. The validation metrics are
     then measured again."""
@@ -73,7 +73,7 @@ class Task:
     """Called after `combine` to fit parts of the model on all samples, before the test metrics are measured.
     The second argument is the run directory in the first process, and None in all other processes."""
     fitted: float | None = None
-    """The seconds that fitting took, for a model that is already fitted and only evaluated and saved."""
+    """The seconds that fitting took. If this is set, the model is only evaluated and saved, not trained."""
     instead: str = ""
     """A sentence that recommends a faster alternative if training would take more than an hour."""
 
@@ -218,13 +218,14 @@ def train_epoch(
     return total
 
 
-# An estimate is printed for runs longer than `LONG` seconds, and an alternative above `VERY_LONG` seconds.
+# An estimate is printed for runs longer than `LONG` seconds. Above `VERY_LONG` seconds, a faster alternative
+# is suggested.
 LONG, VERY_LONG = 600.0, 3600.0
 FEW, REPEATED = 8, 3  # samples and repetitions that suffice for an estimate
-# If a batch takes longer (in seconds), only a part of it is timed. The estimate is less accurate then, as
-# products with few rows are less efficient.
+# If a batch takes longer than this many seconds, only some of its samples are timed. The estimate is then
+# less accurate, because matrix products with few rows are less efficient.
 LONGEST_PASS = 10.0
-MOST_PROBED = 2**22  # the most entries used to time an update, more than fit in the CPU caches
+MOST_PROBED = 2**22  # the maximum number of entries used to time an update, more than the CPU caches hold
 
 
 class Needs(NamedTuple):
@@ -251,7 +252,8 @@ def needs(task: Task, batch_size: int) -> Needs:
         The memory is the peak so far or, if larger, the memory of a training step or an evaluation, including
         the gradients and the optimizer state.
     """
-    # With several processes, the model's hooks and the metrics would wait for the other processes.
+    # With several processes, the model's hooks and the metrics would wait for the other processes. Therefore,
+    # a copy of the model is timed, and the loss is evaluated instead of the metrics.
     together = dist.is_available() and dist.is_initialized()
     model = (copy.deepcopy(task.model) if together else task.model).train()
     named = dict(model.named_parameters())
@@ -311,9 +313,9 @@ def needs(task: Task, batch_size: int) -> Needs:
 def _update_needs(optimizer: Optimizer, gradients: Sequence[Tensor]) -> tuple[float, float]:
     """Estimate the seconds per update and the size of the optimizer state in bytes.
 
-    A new optimizer of the same kind updates a few entries, once to create its state and then for timing. The
-    gradients determine which entries an update reads: all entries of a weight with a dense gradient, and some
-    rows of a weight with a sparse gradient.
+    A new optimizer of the same class updates a limited number of entries, first to create its state and then
+    for timing. The gradients determine which entries an update reads: all entries of a weight with a dense
+    gradient, and some rows of a weight with a sparse gradient.
     """
     seconds = states = 0.0
     accepted = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
@@ -351,7 +353,7 @@ def _memory_bytes(name: str) -> float:
 
 
 class _HighestMemory:
-    """Samples the memory of this process in a thread, within a `with` block.
+    """A context manager that samples the memory of this process in a background thread.
 
     `VmHWM` cannot be used here: it includes any peak before the block, and resetting it would change the
     peak that the system reports for the process.
@@ -372,11 +374,11 @@ class _HighestMemory:
         self.done.set()
         self.thread.join()
         self.added = max(0.0, self.highest - _memory_bytes("VmRSS"))
-        """The highest memory within the block minus the memory after it, in bytes."""
+        """The peak memory within the block minus the memory after it, in bytes."""
 
 
 def forecast(task: Task, batch_size: int, epochs: int, batches: int) -> str | None:
-    """Return an estimate of time and memory to print before a long run, or None before a short one.
+    """Return an estimate of time and memory to print before a long run, or None if the run is short.
 
     Args:
         task: The task to train.

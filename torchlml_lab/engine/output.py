@@ -33,7 +33,7 @@ def new_console(**options: Any) -> Console:
     `:cat:` as an emoji. Styled text is passed as `rich.text.Text` instead.
 
     Args:
-        options: Further arguments of `rich.console.Console`, such as `quiet`.
+        options: Additional arguments for `rich.console.Console`, such as `quiet`.
 
     Returns:
         A console that interprets neither markup nor emoji codes and highlights nothing.
@@ -45,7 +45,7 @@ FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0
 
 
 class ProgressBar(Progress):
-    """A `rich.progress.Progress` with common columns, which prints plain lines if there is no terminal.
+    """A progress bar that prints plain lines instead if the output is not a terminal.
 
         with ProgressBar(console) as progress:
             task = progress.add_task("epochs", total=10)
@@ -53,7 +53,7 @@ class ProgressBar(Progress):
 
     Args:
         console: The console to print to. A quiet console shows nothing.
-        hidden: Whether to show nothing, as in all processes of a run except the first.
+        hidden: Whether to show nothing. This is set in all processes of a run except the first.
     """
 
     def __init__(self, console: Console, hidden: bool = False) -> None:
@@ -74,7 +74,7 @@ class ProgressBar(Progress):
         self._last_line = time.monotonic()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Advance a task by a step."""
+        """Advance a task, by default by one step."""
         super().advance(task_id, advance)
         self._say()
 
@@ -121,7 +121,7 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyTable(Generic[Row]):
-    """A CSV with sorted rows, which are instances of a dataclass that has a field `seconds`."""
+    """Reads and writes a CSV whose rows are instances of a dataclass with a field `seconds`."""
 
     kind: type[Row]
     order: Callable[[Row], Any]
@@ -144,13 +144,13 @@ class StudyTable(Generic[Row]):
             with path.open(newline="", encoding="utf-8") as file:
                 rows = csv.DictReader(file)
                 if rows.fieldnames != list(types):
-                    raise ValueError("its columns differ from those that sweeps write in this version")
+                    raise ValueError("its columns differ from those that this version writes")
                 found = [self.kind(**{key: types[key](row[key]) for key in types}) for row in rows]
             if not found:
                 raise ValueError("it has no rows")
         except (OSError, ValueError, TypeError) as error:
             said = reason(error) if isinstance(error, OSError) else error
-            raise BadInput(f"`{option}` names `{path}`, which is not a sweep CSV: {said}.") from error
+            raise BadInput(f"`{path}` (`{option}`) is not a results CSV: {said}.") from error
         return found
 
 
@@ -178,11 +178,11 @@ def best_recipes(
             if one.method == method:
                 scores[one.recipe][one.condition] = one.score
         if not scores:
-            raise BadInput(f"`--tuned` names `{path}`, which contains no runs with the {what} `{method}`.")
+            raise BadInput(f"`{path}` (`--tuned`) contains no runs with the {what} `{method}`.")
         if len({frozenset(found) for found in scores.values()}) > 1:
             raise BadInput(
-                f"`--tuned` names `{path}`, where `{method}` was not run with the same {where} for every "
-                f"{tuned}. Finish that sweep first."
+                f"In `{path}` (`--tuned`), `{method}` was not run with the same {where} for every {tuned}. "
+                "Finish that sweep first."
             )
         best[method] = max(scores, key=lambda recipe: mean(scores[recipe].values()))
     return best
@@ -210,6 +210,6 @@ def markdown_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Format fractions as a percentage: their mean and, if there are several, their standard deviation."""
+    """Format the mean of fractions as a percentage, with the standard deviation if there are several."""
     deviation = f"±{100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{100 * mean(values):.{digits}f}{deviation}"

@@ -1,4 +1,4 @@
-"""Training runs: train and evaluate each epoch, save a checkpoint, and finally test the best epoch."""
+"""Training runs, which save a checkpoint after each epoch and finally test the best epoch."""
 
 import importlib.util
 import math
@@ -34,7 +34,7 @@ def train(
 
     Args:
         experiment: The name of the task.
-        settings: The settings of the run. To resume a run, `resume` names its directory.
+        settings: The settings of the run. If `resume` is set, the run in that directory is resumed.
         build: Reads the data and builds the task. It is called after the seed is set.
         console: The console for progress and results.
 
@@ -77,8 +77,8 @@ def train(
             return _Run(task, settings, folder, accelerator, console, again).to_the_end()
         except KeyboardInterrupt:
             state = folder.state()
-            done = f"{state.epoch} of {settings.epochs} epochs are saved" if state else "no epoch is saved"
-            raise KeyboardInterrupt(f"Interrupted; {done}. Resume the run with `{again}`.") from None
+            done = f"{state.epoch} of {settings.epochs} epochs are saved" if state else "No epoch is saved"
+            raise KeyboardInterrupt(f"Interrupted. {done}. Resume the run with `{again}`.") from None
         finally:
             accelerator.end_training()
             accelerator.free_memory()
@@ -250,14 +250,14 @@ class _Run:
                 shutil.rmtree(partial, ignore_errors=True)
             raise RuntimeError(
                 f"The checkpoint of epoch {state.epoch} could not be written to `{self.folder.path}`: "
-                f"{why}; earlier epochs are intact. Resume the run with `{self.again}`."
+                f"{why}. Earlier epochs are intact. Resume the run with `{self.again}`."
             ) from error
 
     def _load(self, state: State) -> None:
         if state.processes != self.accelerator.num_processes:
             raise BadInput(
-                f"The run `{self.folder.path}` must be resumed with its original number of processes, "
-                f"{state.processes}, but the number is {self.accelerator.num_processes}."
+                f"The number of processes must be {state.processes}, as when the run `{self.folder.path}` "
+                f"was started, but it is {self.accelerator.num_processes}."
             )
         path = self.folder.checkpoint(state.last)
         try:
@@ -382,14 +382,14 @@ def train_on_files(
     introduction: Callable[[Settings, Data], Iterable[str]],
     console: Console,
 ) -> dict[str, Any]:
-    """Train on files as `train` does, and print a summary of the data before the first epoch.
+    """Train on files that the user provides, and print a summary of the data before the first epoch.
 
     Args:
         experiment: The name of the task.
         settings: The settings of the run.
-        read: Reads the files that the settings name.
+        read: Reads the files given in the settings.
         task: Builds the task from the data.
-        introduction: Returns sentences that describe the data and the choices based on them.
+        introduction: Returns sentences that describe the data and the settings that depend on it.
         console: The console for the introduction, progress and results.
 
     Returns:

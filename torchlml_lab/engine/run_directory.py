@@ -91,7 +91,8 @@ def _open(path: Path) -> IO[str]:
 
 
 FORMAT = 2
-# The files of a run, in the order in which they are removed: without run.json, the directory is not a run.
+# The files of a run, in the order in which they are removed. run.json comes first, because a directory
+# without it does not count as a run.
 _RECORD = ("run.json", SETTINGS_FILE, "metrics.jsonl", "state.json", "result.json", "failed.json")
 
 
@@ -160,7 +161,7 @@ class RunFolder:
 
     Args:
         path: The path of the directory.
-        experiment: The name of the experiment. The directory of another experiment raises `BadInput`.
+        experiment: The name of the task. `check` raises `BadInput` for a run of another task.
     """
 
     def __init__(self, path: Path, experiment: str) -> None:
@@ -177,7 +178,7 @@ class RunFolder:
         if not overwrite:
             self.check_sound()
             raise BadInput(
-                f"`--out` names `{self.path}`, which already contains a run. Resume it with "
+                f"`{self.path}` (`--out`) already contains a run. Resume it with "
                 f"`--resume {self.path}`, choose another directory, or replace it with `--overwrite`."
             )
 
@@ -195,7 +196,10 @@ class RunFolder:
         )
 
     def create(self, settings: TrainSettings, stored: Mapping[str, dict[str, Any]]) -> None:
-        """Write the record of a new run. An existing run raises `BadInput`, or is removed with `overwrite`.
+        """Write the files that describe a new run.
+
+        If the directory already contains a run, it is removed if `overwrite` is set. Otherwise `BadInput` is
+        raised.
 
         Args:
             settings: The settings of the run.
@@ -206,7 +210,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
         elif (self.path / "run.json").exists():
-            raise BadInput(f"`--out` names `{self.path}`, where another process has just started a run.")
+            raise BadInput(f"Another process has just started a run in `{self.path}` (`--out`).")
         self.write_settings(settings)
         for name, values in stored.items():
             self.write(name, values)
@@ -230,7 +234,7 @@ class RunFolder:
         self.write(SETTINGS_FILE, to_json(settings))
 
     def check(self) -> None:
-        """Raise `BadInput` if another experiment or another version wrote the run."""
+        """Raise `BadInput` if the run is for another task or was written by another version."""
         run = self.record()
         if run.experiment != self.experiment:
             raise BadInput(f"`{self.path}` is a run of the task `{run.experiment}`, not `{self.experiment}`.")
@@ -273,7 +277,7 @@ class RunFolder:
         return path
 
     def commit(self, state: State) -> None:
-        """Make the files in `partial` the last checkpoint, and remove checkpoints that are not needed."""
+        """Make the files in `partial` the last checkpoint, and remove all others except the best."""
         written = {"run": self.record().run, "torchlml": torchlml.__version__, "epoch": state.epoch}
         (self.partial / "checkpoint.json").write_text(json.dumps(written), encoding="utf-8")
         place = self.path / "checkpoints" / state.last
@@ -334,7 +338,7 @@ def _metrics_of(line: str, where: str) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Return the git commit of this package, with `+` if files have changed, or None outside a checkout."""
+    """Return the git commit of this package (`+` marks uncommitted changes), or None outside a checkout."""
     here = Path(torchlml.__file__).parent
 
     def git(*words: str) -> str:
@@ -374,7 +378,7 @@ class BestEpoch(NamedTuple):
 
 
 def find_best_epoch(experiment: str, run: Path) -> BestEpoch:
-    """Find the best epoch of a run so far; raise `BadInput` if there is no run or no complete epoch."""
+    """Find the best epoch of a run so far. A run without a complete epoch raises `BadInput`."""
     folder = RunFolder(run, experiment)
     folder.check()
     state = folder.state()
@@ -386,16 +390,17 @@ def find_best_epoch(experiment: str, run: Path) -> BestEpoch:
 def read_moved(
     kind: type[Settings], run: Path, moved: Mapping[str, Path | tuple[Path, ...] | None]
 ) -> Settings:
-    """Read the settings of a run, with new paths for data that have moved.
+    """Read the settings of a run, with new paths for data that has moved.
 
     Args:
         kind: The settings class of the task.
         run: The run directory.
-        moved: New paths by setting name. None means that the data have not moved. A path may be
-            a pattern.
+        moved: New paths by setting name. None means that the data has not moved. A path may be a glob
+            pattern.
 
     Returns:
-        The settings. Data that the run did not use, or that no longer exist, raise `BadInput`.
+        The settings. `BadInput` is raised if a new path is given for data that the run did not use, or if
+        the data is no longer at the stored path.
     """
     settings = from_json(kind, run / SETTINGS_FILE)
     for name, path in moved.items():

@@ -39,7 +39,7 @@ def use_threads(threads: int) -> Iterator[None]:
     Args:
         threads: The number of threads, at least 1.
     """
-    import torch  # imported here, so that options are parsed without it
+    import torch  # imported here, so that `--help` does not import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -54,32 +54,32 @@ class TrainSettings:
     """The settings that all tasks share. Each task extends them and overrides some defaults."""
 
     out: Path = Path("runs/run")
-    """The run directory for settings, metrics and checkpoints. It must not contain another run."""
+    """Directory for the run's settings, metrics and checkpoints. It must not already contain a run."""
     resume: Path | None = None
     """Resume the run in this directory after its last complete epoch, with its original settings."""
     overwrite: bool = False
     """Delete the run in `--out` and start a new one there."""
     seed: int = 0
-    """The seed for the initial weights, the order of the data and all other random choices."""
+    """Random seed for the initial weights, the order of the data and all other random choices."""
     epochs: int = 10
     """The number of passes over the training data, at least 1."""
     batch_size: int = 64
-    """The number of samples per step over all processes; must be a multiple of the number of processes."""
+    """Number of samples per step across all processes. Must be a multiple of the number of processes."""
     learning_rate: float = 0.1
     """The learning rate at the start of training."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Use half precision for suitable operations, with float32 weights; fp16 is intended for GPUs."""
+    """Reduced precision for suitable operations. Weights remain in float32. fp16 is intended for GPUs."""
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
     threads: int | None = None
-    """The number of CPU threads, at most the number of cores; the default depends on the task."""
+    """The number of CPU threads, at most the number of cores. The default depends on the task."""
     tensorboard: bool = False
-    """Also write the metrics to the run directory for TensorBoard; requires the package `tensorboard`."""
+    """Also log the metrics to the run directory for TensorBoard. Requires the package `tensorboard`."""
 
 
 # Options that apply to a single command and are not stored with the run.
 _CALL = {"resume", "overwrite"}
-# Options that may change when a run is resumed, because they change its results by rounding errors at most.
+# Options that may change when a run is resumed, because they affect its results only by rounding errors.
 FREE = _CALL | {"out", "tensorboard", "threads"}
 SETTINGS_FILE = "settings.json"
 
@@ -127,7 +127,7 @@ def _json_value(value: Any) -> Any:
 
 
 def from_json(kind: type[Settings], path: Path) -> Settings:
-    """Read the settings that `to_json` returned. A file with any other content raises `BadInput`."""
+    """Read settings that were written with `to_json`. A file with any other content raises `BadInput`."""
     if not path.exists():
         raise BadInput(f"`{path.parent}` is not a run directory. Create one with `torchlml train`.")
     values = read_json(path, dict)
@@ -153,7 +153,7 @@ def _check_unchanged(folder: Path, name: str, now: object, then: object) -> None
 
 
 def _is_path(value: object) -> bool:
-    """Whether a setting is a path or several paths."""
+    """Whether a setting is a path or a tuple of paths."""
     several = isinstance(value, tuple) and bool(value) and all(isinstance(one, Path) for one in value)
     return several or isinstance(value, Path)
 
@@ -319,13 +319,13 @@ class GridSettings:
     out: Path = Path("runs/sweep")
     """The sweep directory, with one subdirectory per run. To resume a sweep, repeat the command."""
     csv: Path | None = None
-    """The CSV file for the results of finished runs; by default `results.csv` in `--out`."""
+    """CSV file for the results of finished runs. The default is `results.csv` in `--out`."""
     seeds: tuple[int, ...] = (0,)
-    """The seeds to run for each combination of the other settings."""
+    """Random seeds. Each combination of the other settings is run once per seed."""
     learning_rates: tuple[float, ...] = ()
-    """The learning rates to try; by default only `--run.learning-rate`."""
+    """Learning rates to try. The default is the single value of `--run.learning-rate`."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep on the same data; its validation scores select each method's settings."""
+    """CSV of an earlier sweep on the same data. Its validation scores determine each method's settings."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     """The number of parallel runs, at least 1, with one thread each."""
 
@@ -335,7 +335,7 @@ class StepTimeSettings:
     """The settings for timing training steps. A task extends them with the location of its data."""
 
     batch_size: int | None = None
-    """The number of samples per step, at most 1024; by default the training batch size."""
+    """The number of samples per step, at most 1024. The default is the batch size used in training."""
     steps: int = 30
     """The number of batches to time with each loss, at least 1."""
     threads: int = 1

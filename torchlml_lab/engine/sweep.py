@@ -37,14 +37,14 @@ class Grid(Generic[Settings, Row]):
     run_one: Callable[[Settings], dict[str, Any]]
     """Starts or resumes one run. It is called in a worker process, so it must be a module-level function."""
     rows: Callable[[Settings, dict[str, Any]], list[Row]]
-    """Returns the rows of a finished run."""
+    """Returns the CSV rows for a finished run."""
     write: Callable[[Path, Iterable[Row]], None]
     """Writes the CSV."""
     show: Callable[[Sequence[Row]], RenderableType]
     """Formats the rows as one or more tables."""
 
     def finished_rows(self, done: dict[Path, dict[str, Any]]) -> list[Row]:
-        """Return the rows of the finished runs."""
+        """Return the CSV rows for all finished runs."""
         return [row for one in self.runs if one.out in done for row in self.rows(one, done[one.out])]
 
 
@@ -77,7 +77,7 @@ def check_grid(
     Args:
         settings: The settings of the sweep.
         run: The settings that all runs share.
-        chosen: The settings of a run that the sweep determines.
+        chosen: The run settings that the sweep determines.
         lists: The settings of the sweep that require at least one value.
     """
     for name in lists:
@@ -94,7 +94,7 @@ def check_grid(
 
 
 def checked_runs(runs: Iterable[Settings], check: Callable[[Settings], None]) -> list[Settings]:
-    """Return the runs, at most one per directory. `check` raises `BadInput` for invalid settings."""
+    """Check the settings of all runs, and return one run per directory. Invalid settings raise `BadInput`."""
     found = {}
     for one in runs:
         check(one)
@@ -125,12 +125,12 @@ def run_grid(grid: Grid[Any, Any], settings: GridSettings, console: Console) -> 
 
 
 def _write(grid: Grid[Any, Any], path: Path, done: dict[Path, dict[str, Any]]) -> None:
-    with writing("The CSV", path, "the finished runs are kept, and repeating the command writes it again"):
+    with writing("The CSV", path, "the finished runs are saved. Repeat the command to write the CSV again"):
         grid.write(path, grid.finished_rows(done))
 
 
 def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
-    """Return the result of a run, or None if it is unfinished. Runs with other settings raise `BadInput`."""
+    """Return the result of a run, or None if it is unfinished. Raise `BadInput` if its settings differ."""
     stored = settings.out / SETTINGS_FILE
     if not (settings.out / "run.json").exists():
         return None
@@ -178,17 +178,17 @@ def _run_all(
             for worker in active_children():
                 worker.terminate()
             said = f"{len(done)} of {len(grid.runs)} runs are finished. Repeat the command to resume."
-            raise KeyboardInterrupt(f"Interrupted; {said}") from None
+            raise KeyboardInterrupt(f"Interrupted. {said}") from None
         finally:
             pool.shutdown(cancel_futures=True)
     return failed
 
 
 def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
-    """Return a context for new processes, because a fork would copy locks that torch's threads may hold."""
+    """Return a context that does not fork this process, because a fork would copy locks held by threads."""
     if sys.platform != "linux":
         return get_context("spawn")
-    # Workers are forked from a server without threads that has already imported the task, to save seconds.
+    # Workers are forked from a single-threaded server that has already imported the task, to save time.
     context = get_context("forkserver")
     context.set_forkserver_preload([grid.run_one.__module__, "torch._dynamo"])  # used by torch's optimizers
     return context

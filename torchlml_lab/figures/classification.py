@@ -28,7 +28,7 @@ from torchlml_lab.studies.digits.which_k import (
     WhichKRecord,
 )
 
-# Where to look for the CSV file: first the user's own sweep, then the study.
+# The CSV file of the user's own sweep and, if it does not exist, that of the study.
 BY_NOISE = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
@@ -38,7 +38,7 @@ def by_noise(settings: NoiseFigureSettings) -> None:
     path, rows = read_sweep(settings.csv, BY_NOISE, "cifar100", sweep.TABLE)
     check_not_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
-        raise BadInput(f"`--csv` names `{path}`, which contains results for several networks or values of k.")
+        raise BadInput(f"`{path}` (`--csv`) must contain one network and one k, but it contains several.")
     draw_by_noise(rows, settings.out, [path])
     say_where(settings.out)
 
@@ -47,8 +47,8 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[P
     """Draw accuracies minus those of cross-entropy (or the first known loss) in panels for top-1 and top-k.
 
     Args:
-        rows: The runs, with one recipe per loss. If they include the last epoch, two more panels show its
-            top-k accuracy on clean labels and on the noisy training labels.
+        rows: The runs, with one set of hyperparameters per loss. If they include the last epoch, two more
+            panels show its top-k accuracy on clean validation labels and on noisy training labels.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """

@@ -59,7 +59,7 @@ def in_space(p: Tensor) -> Tensor:
 
 
 def draw_polytopes(picture: Path) -> None:
-    """Draw two triangles in a cube, an octahedron, and the path of lml(x / T, k) over T in each of them."""
+    """Draw two triangles in a cube and an octahedron, each with the path of lml(x / T, k) as T changes."""
     with new_figure(picture, PAGE, 3.1) as figure:
         figure.set_layout_engine("none")
         _draw_triangles(_axes(figure, 0.0, 1.02, (20, 24)))
@@ -236,13 +236,13 @@ def _draw_surface(axes: Axes, surface: Surface) -> TriContourSet:
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
 LENGTH = 1000
-KS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # up to n / 2; k and n - k give the same difference on average
+KS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # up to n / 2: by symmetry, k and n - k have the same difference
 SCALES = (0.5, 1.0, 3.0)
 _SEEDS = 5
 
 
 def sets(settings: SetsFigureSettings) -> None:
-    """Draw the differences between inclusion probabilities and lml, and print the path of the figure."""
+    """Plot the differences between inclusion probabilities and lml, and print the path of the figure."""
     draw_only(draw_sets, settings.out)
 
 

@@ -141,7 +141,7 @@ def _draw_head(groups: Cells, names: Sequence[str], panels: Sequence[Axes]) -> N
                 if measure == "map" and x < _FAR:  # outside the panel: draw an arrow with the value
                     axes.plot(_FAR, place + apart, marker="<", color=color, clip_on=False)
                     axes.text(_FAR + 0.2 + far[place], place, f"{x:.0f}", color=color, va="center")
-                    far[place] += 0.9  # next to each other
+                    far[place] += 0.9  # the next value goes to the right of this one
     panels[0].axvline(0, color=GREY, linewidth=0.8)
     panels[1].axvline(1, color=GREY, linewidth=0.8)
     panels[1].set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""`torchlml figures multilabel` and `recommend`: comparisons of losses for labels and for recommendations."""
+"""`torchlml figures multilabel` and `recommend`: compare losses for multi-label data and recommendation."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from torchlml_lab.recommend import sweep as ranking_sweep
 from torchlml_lab.recommend.settings import ClosedForm
 from torchlml_lab.recommend.sweep import Method, RankingRecord
 
-# The CSV file of the user's own sweep and, if it does not exist, those of the study, including the baseline.
+# The CSV file of the user's own sweep and, if it does not exist, those of the study with the baseline.
 OWN = Path("runs/multilabel-sweep/results.csv")
 STUDY = tuple(
     Path(f"results/multilabel/{name}.csv") for name in ("bibtex", "delicious", "corel5k", "one-vs-rest")
@@ -69,7 +69,7 @@ def main(settings: MultilabelFigureSettings) -> None:
 
 
 def grouped(rows: Sequence[LabelRecord]) -> dict[str, dict[str, dict[str, Group]]]:
-    """Group the runs by data set, share of labels kept and loss."""
+    """Group the runs by data set, then by fraction of labels kept, and then by loss."""
     groups: dict[str, dict[str, dict[str, Group]]] = {}
     for row in rows:
         by_loss = groups.setdefault(row.data, {}).setdefault(row.keep, defaultdict(dict))
@@ -225,7 +225,10 @@ def recommend(settings: RecommendFigureSettings) -> None:
         check_not_tuning(path, ((row.method, row.recipe) for row in read))
         rows += read
     if len(users := {row.users for row in rows}) > 1:
-        raise BadInput(f"`--csv` mixes different numbers of users: {', '.join(map(str, sorted(users)))}.")
+        raise BadInput(
+            "All runs in `--csv` must have the same number of users, but they have "
+            f"{' and '.join(map(str, sorted(users)))}."
+        )
     published = settings.published or path in RANKING_STUDY
     draw_recommend(rows, PUBLISHED if published else {}, settings.out, [path for path, _ in found])
     write_tables(ranking_table(rows, PUBLISHED if published else {}), settings.out)

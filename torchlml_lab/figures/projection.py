@@ -1,4 +1,4 @@
-"""Figures of the projection of one row, its threshold, root finding, and other relaxations."""
+"""Figures of the projection of one row, its threshold, root finding, and other top-k relaxations."""
 
 import math
 from collections.abc import Callable
@@ -144,7 +144,7 @@ PAPERS_OFFSET = 7.0
 
 
 def root_finding(settings: RootFindingSettings) -> None:
-    """Draw the root finding for nu, and print the path of the figure."""
+    """Draw the equation for nu and its search intervals, and print the path of the figure."""
     draw_only(draw_root_finding, settings.out)
 
 
@@ -319,7 +319,7 @@ def draw_sliding_sigmoid(picture: Path) -> None:
         title = axes.text(0.01, 1.02, "", transform=axes.transAxes, color=INK, fontsize=8.5, weight="bold")
 
         def show(frame: int) -> list[Any]:
-            shift = nu * _progress(frame) + 0.0  # without a negative zero
+            shift = nu * _progress(frame) + 0.0  # turns -0.0 into 0.0
             y = torch.sigmoid(x + shift)
             curve.set_data(grid.numpy(), torch.sigmoid(grid + shift).numpy())
             points.set_data(x.numpy(), y.numpy())

@@ -29,7 +29,7 @@ from torchlml_lab.studies.scene_graph.objectives import find_method, parse_metho
 from torchlml_lab.studies.scene_graph.sweep import FREQUENCY, RecallRecord, column, title_of
 from torchlml_lab.studies.scene_graph.task import KS, MODES, RECALLS
 
-# Where to look for the CSV file: first the user's own sweep, then the study.
+# The CSV file of the user's own sweep and, if it does not exist, that of the study.
 BY_EPOCH = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg.csv"))
 _MODES = (("", "constrained"), ("ng-", "unconstrained"))
 _LINES = {20: "-", 50: "--", 100: ":"}
@@ -44,7 +44,7 @@ def by_epoch(settings: SceneGraphFigureSettings) -> None:
     check_not_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
     missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
     if missing:
-        raise BadInput(f"`--csv` names `{path}`, which has no run with the method `{missing[0]}`.")
+        raise BadInput(f"`{path}` (`--csv`) has no run with the method `{missing[0]}`.")
     draw_by_epoch(rows, settings.methods, settings.out, [path])
     write_tables(page_by_epoch(rows), settings.out)
 
@@ -112,7 +112,7 @@ def _by_epoch(rows: Sequence[RecallRecord], method: str, split: str, measure: st
 
 
 def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
-    """Format Markdown tables like those in the paper, with validation and test results at the best epochs."""
+    """Format Markdown tables like those in the paper, with validation and test recalls at the best epochs."""
     parts = []
     heads = ["method", "seeds", *(f"{title} R@{k}" for _, title in _MODES for k in KS)]
     for split in ("validation", "test"):
@@ -138,7 +138,7 @@ def _place(method: str) -> tuple[int, str, int]:
 
 
 BY_BIAS = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
-# The variants of a sweep over `--biases`, in decreasing order of information about the training images.
+# The variants of a sweep over `--biases`. The first reveals most about the training images, the last nothing.
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 
@@ -200,7 +200,7 @@ def _draw_bias_panel(
         known = [one for one in biases if (method, one) in groups]
         values = [[100 * getattr(row, measure) for row in groups[method, one]] for one in known]
         axes.errorbar(
-            # Side by side, so that error bars for the same bias do not overlap.
+            # Draw methods side by side, so that error bars for the same bias do not overlap.
             [biases.index(one) + 0.16 * (place - (len(methods) - 1) / 2) for one in known],
             [mean(found) for found in values],
             [stdev(found) if len(found) > 1 else 0.0 for found in values],

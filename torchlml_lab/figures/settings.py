@@ -17,7 +17,7 @@ class CsvFigureSettings(FigureSettings):
     """The settings of a figure that is drawn from a CSV."""
 
     csv: Path | None = None
-    """CSV file to draw; by default, the output of your own run, or else the file in results/."""
+    """CSV file with the data; by default, the output of your own run, or else the file in results/."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PolytopesSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class RootFindingSettings(FigureSettings):
-    """Draw the root finding for the threshold nu of six logits with k = 2, and its search intervals."""
+    """Draw the equation for the threshold nu (six logits, k = 2) with its root and its search intervals."""
 
     out: Path = Path("torchlml-figures/root-finding.png")
 
@@ -152,7 +152,7 @@ class RecommendFigureSettings(FigureSettings):
     csv: tuple[Path, ...] = ()
     """CSV files from `torchlml sweep recommend`; by default, those in runs/recommend-sweep or results/."""
     published: bool = False
-    """Also show published results on Gowalla with LightGCN's split; use only for sweeps on these data."""
+    """Also show published results on Gowalla with LightGCN's split; use only for sweeps on this data set."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class WhichKFigureSettings(CsvFigureSettings):
 
 @dataclass(frozen=True)
 class AllSettings:
-    """Draw every figure with its default settings; if a CSV is missing, print the command that creates it."""
+    """Draw every figure with its default settings. If a CSV is missing, print the command that creates it."""
 
     out: Path = Path("torchlml-figures")
     """Directory for the figures; it is created if it does not exist."""

@@ -22,5 +22,5 @@ def read_arguments(arguments: Sequence[str]) -> Path:
     """Return the file to write. Options, or more than one argument, raise `BadInput`."""
     answer_help(arguments, USAGE)
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise BadInput(f"`torchlml gpu-check` takes only a file name, but got `{' '.join(arguments)}`.")
+        raise BadInput(f"`torchlml gpu-check` takes one file name, but got `{' '.join(arguments)}`.")
     return Path(arguments[0] if arguments else "torchlml-gpu-check.json")

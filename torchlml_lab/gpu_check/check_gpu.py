@@ -102,7 +102,7 @@ def checks(device: str) -> Iterator[Check]:
 
 
 def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
-    """Compare a case with float64. The error is the largest ratio of a difference to its tolerance."""
+    """Compare a case with float64. The reported error is the largest ratio of an error to its tolerance."""
     x = case.x.to(dtype)
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wide = _results(case, x.double(), g.double())
@@ -150,7 +150,7 @@ def _results(case: Case, x: Tensor, g: Tensor) -> dict[str, Tensor]:
 
 
 def _repeatable(device: str) -> Check:
-    """Check that repeating a call gives bitwise equal results."""
+    """Check that repeating a call gives bitwise identical results."""
     x = torch.randn(64, 3000, generator=torch.Generator().manual_seed(2)).to(device)
     first, again = torchlml.lml(x, 5), torchlml.lml(x, 5)
     return Check("bitwise repeatable", float((first != again).sum()), 0.0)
@@ -167,7 +167,7 @@ class LossCase(NamedTuple):
 
 
 def losses() -> Iterator[LossCase]:
-    """Yield cases with single, listed and multi-hot labels, for on-chip, streamed and split rows."""
+    """Yield cases with single, multiple and multi-hot labels, for on-chip, streamed and split rows."""
     g = torch.Generator().manual_seed(3)
     for rows, n in ((64, 1000), (8, 20_000), (2, 1_000_000)):
         x = 3 * torch.randn(rows, n, generator=g)
@@ -296,7 +296,7 @@ def main(path: Path) -> None:
     """Run all checks, print the verdicts, and write the results to `path`."""
     if not torch.cuda.is_available():
         raise BadInput("`torchlml gpu-check` needs a GPU, but PyTorch does not detect one.")
-    self_test.skip()  # test the kernels themselves, not the fallback
+    self_test.skip()  # test the kernels even if the library would not use them
     check_file("FILE", path)
     for line in info.report()["gpu kernel"] + info.report()["devices"]:
         sys.stdout.write(f"{line}\n")

@@ -1,1 +1,1 @@
-"""Multi-label classification on your own files: predict the top k labels from texts, numbers or features."""
+"""Multi-label classification on your own files: predict the top k labels from texts or numeric features."""

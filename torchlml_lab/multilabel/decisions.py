@@ -1,4 +1,4 @@
-"""Rules that turn probabilities into sets of labels, their fitted parameters, and metrics for sets."""
+"""Rules that choose a set of labels from their probabilities, and metrics for such sets."""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from torchlml_lab.data.labeled_rows import LabeledRows
 from torchlml_lab.files import read_json, record
 from torchlml_lab.multilabel.settings import RULES, RuleName
 
-FEATURES = 8  # the number of labels is predicted from this many top probabilities
-STRENGTH = 10.0  # penalty of the ridge regression, expressed as a number of samples
-ODDS = (-9.0, 6.0, 301)  # the candidate thresholds: lowest and highest log-odds, and their number
-SMOOTHNESS = 0.5  # the standard deviation of the smoothing kernel, in log-odds
-_LARGEST = 1e9  # largest valid weight of the regression; log-odds are at most 14
+FEATURES = 8  # the rule `count` predicts the number of labels from this many top probabilities
+STRENGTH = 10.0  # the penalty of the ridge regression that predicts the number of labels
+ODDS = (-9.0, 6.0, 301)  # the candidate thresholds: lowest log-odds, highest log-odds, number of candidates
+SMOOTHNESS = 0.5  # the standard deviation of the kernel that smooths over thresholds, in log-odds
+_LARGEST = 1e9  # a file with larger regression weights is considered damaged
 WORDS: Mapping[RuleName, str] = {
     "top-k": "the {k} most probable labels",
     "half": "labels with p > 0.5",
@@ -31,15 +31,18 @@ WORDS: Mapping[RuleName, str] = {
 
 @dataclass(frozen=True)
 class Decisions:
-    """The rule of a run and the parameters of all rules, fitted on validation samples."""
+    """How a run chooses a set of labels for each sample: the best rule, and the parameters of all rules.
+
+    They are fitted on the validation samples.
+    """
 
     rule: RuleName = "top-k"
-    """The rule with the highest sum of micro-F1 and the share of exact sets."""
+    """The rule that maximizes micro-F1 plus the share of exact sets."""
     threshold: float = 0.5
     """The threshold that maximizes micro-F1 plus the share of exact sets, smoothed over nearby thresholds."""
     weights: list[float] = field(default_factory=list)
-    """The coefficients of the regression for the number of labels: the constant, then a weight for each of
-    the highest log-odds. If the list is empty, the number is k."""
+    """The coefficients of the regression that predicts the number of labels: the intercept, then a weight for
+    each of the highest log-odds. If the list is empty, the rule `count` chooses k labels."""
     most: int = 1
     """The largest number of labels in any validation sample. The rule `count` never chooses more."""
     least: int = 1
@@ -58,7 +61,8 @@ class Decisions:
         """Choose the labels for each sample.
 
         Args:
-            logits: (R, n), used to rank the labels, because probabilities can be equal after rounding.
+            logits: (R, n). Labels are ranked by logit, because different logits can round to the same
+                probability.
             probabilities: (R, n).
             k: The k of the run.
             rule: The rule to use.
@@ -77,7 +81,7 @@ class Decisions:
         return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, chosen)
 
     def in_words(self, rule: RuleName, k: int) -> str:
-        """Describe a rule in words."""
+        """Return a description of the labels that a rule chooses."""
         always = ", and always the best label" if self.least else ""
         return WORDS[rule].format(k=k, threshold=self.threshold, always=always)
 
@@ -90,7 +94,7 @@ def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int, empty: 
         probabilities: (R, n).
         observed: bool (R, n), the labels of each sample.
         k: The k of the run.
-        empty: Whether some samples have no labels, so that sets may be empty.
+        empty: Whether some samples have no labels. If so, rules that may choose no labels are also tried.
     """
     weights, most = _count_weights(probabilities, observed.sum(-1)), max(1, int(observed.sum(-1).max()))
     possible = [
@@ -111,8 +115,8 @@ def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int, empty: 
 def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor, least: int = 1) -> float:
     """Return the threshold that maximizes the smoothed sum of micro-F1 and the share of exact sets.
 
-    If `least` is 1, the best label is always chosen. Smoothing over nearby thresholds reduces the
-    noise if there are few samples.
+    If `least` is 1, the best label of each sample is always chosen. Smoothing over nearby thresholds reduces
+    the noise if there are few samples.
     """
     odds = torch.linspace(*ODDS, dtype=torch.float64)
     weights = (-((odds[:, None] - odds) / SMOOTHNESS).square() / 2).exp()
@@ -124,7 +128,7 @@ def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor, leas
 def _by_threshold(
     thresholds: Tensor, logits: Tensor, probabilities: Tensor, observed: Tensor, least: int
 ) -> tuple[Tensor, Tensor]:
-    """Return micro-F1 and the share of exact sets for each threshold, float64."""
+    """Return micro-F1 and the share of exact sets for each threshold, both float64."""
     always = torch.zeros_like(observed)
     if least:
         always.scatter_(-1, logits.argmax(-1, keepdim=True), True)
@@ -144,13 +148,16 @@ def _by_threshold(
 
 
 def _log_odds(probabilities: Tensor) -> Tensor:
-    """Return the log-odds of the highest probabilities in descending order, float64 (R, up to `FEATURES`)."""
+    """Return the log-odds of the highest probabilities in descending order, float64 (R, F).
+
+    F is `FEATURES`, or the number of labels if that is smaller.
+    """
     top = probabilities.double().topk(min(FEATURES, probabilities.shape[1]), dim=-1).values
     return torch.logit(top, eps=1e-6)
 
 
 def _count_weights(probabilities: Tensor, counts: Tensor) -> list[float]:
-    """Fit a ridge regression of the number of labels on the top log-odds, and return its weights."""
+    """Fit a ridge regression that predicts the number of labels from the top log-odds; return its weights."""
     x, y = _log_odds(probabilities), counts.double()
     mean, scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
     x = (x - mean) / scale
@@ -161,10 +168,10 @@ def _count_weights(probabilities: Tensor, counts: Tensor) -> list[float]:
 
 
 def stored(path: Path, labels: int) -> Decisions:
-    """Load the decisions of a run from its calibration file; raise `BadInput` if the file is damaged.
+    """Load the decisions of a run from its calibration file. A damaged file raises `BadInput`.
 
     Args:
-        path: The file. If it does not exist, the rule is `top-k`.
+        path: The file. If it does not exist, the defaults are returned.
         labels: The number of labels known to the run.
     """
     if not path.exists():
@@ -190,23 +197,23 @@ def stored(path: Path, labels: int) -> Decisions:
 
 
 class SetResult(NamedTuple):
-    """The metrics of chosen sets, as fractions."""
+    """Metrics of the label sets chosen by a rule, as fractions."""
 
     micro_f1: float
     macro_f1: float
-    """The mean F1 over all labels that occur in, or are chosen for, any sample."""
+    """The mean F1 over all labels that occur in any sample or are chosen for one."""
     exact: float
-    """The share of samples whose set is exactly right."""
+    """The share of samples for which the chosen labels are exactly the true labels."""
     size: float
     """The mean number of chosen labels per sample."""
 
 
 class SetMeasures:
-    """Accumulates metrics of chosen sets over batches.
+    """Accumulates the metrics of chosen label sets over batches.
 
     Args:
-        labels: The number of distinct labels: those known to the run, plus those that occur only in these
-            samples. The latter come last and are never chosen.
+        labels: The number of distinct labels: those known to the run, followed by those that occur only in
+            the evaluated samples, which are never chosen.
     """
 
     def __init__(self, labels: int) -> None:
@@ -224,7 +231,7 @@ class SetMeasures:
         self.rows += len(chosen)
 
     def result(self) -> SetResult:
-        """Return the metrics of all samples so far."""
+        """Return the metrics of all samples that have been added."""
         either = self.chosen + self.support
         each = 2 * self.hits[either > 0] / either[either > 0]
         total = int(either.sum())
@@ -237,14 +244,14 @@ class SetMeasures:
 
 
 def average_precision(scores: npt.NDArray[Any], observed: npt.NDArray[np.bool_]) -> float:
-    """Compute the average precision of one label over samples that are ranked by their scores.
+    """Compute the average precision of one label, with the samples ranked by their scores.
 
         >>> average_precision(np.array([0.9, 0.8, 0.1]), np.array([True, False, True]))
         0.8333333333333333
 
     Args:
         scores: (R,). Samples with equal scores share a rank, as in scikit-learn.
-        observed: (R,), whether each sample has the label; at least one does.
+        observed: (R,), whether each sample has the label. At least one sample must have it.
     """
     order = np.argsort(-scores, kind="stable")
     ranked, hits = scores[order], np.cumsum(observed[order])
@@ -273,7 +280,7 @@ def label_results(
 
     Args:
         rows: The samples.
-        found: The label sets that were chosen for the samples.
+        found: The metrics of the label sets chosen for these samples.
         scores: (R, known labels), the probabilities of the labels. If it has no columns, all average
             precisions are None.
     """

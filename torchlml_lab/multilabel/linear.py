@@ -1,7 +1,7 @@
-"""The linear part of a model: ridge regression of all labels, with a penalty chosen on held-out samples.
+"""The linear part of a combined model: a ridge regression with a penalty chosen on held-out samples.
 
-Least squares on 0/1 labels with an L2 penalty ranks labels as well as a linear SVM does, and it requires only
-one linear system with a right-hand side per label.
+Ridge regression on 0/1 labels ranks labels as well as a linear SVM does, and it requires the solution of only
+one linear system, with a right-hand side for each label.
 """
 
 import math
@@ -21,22 +21,20 @@ from torchlml_lab.multilabel.samples import label_lists
 Array = npt.NDArray[np.float32]
 
 PENALTIES = (16.0, 6.0, 2.0, 0.7, 0.25, 0.08, 0.025)
-"""The penalties to choose from, strongest first, relative to the mean squared norm of the inputs."""
+"""The candidate penalties, strongest first, relative to the mean squared norm of the inputs."""
 GAINS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
-"""The factors to choose from, which scale the deviations of the scores from the label frequencies.
+"""The candidate gains. A gain multiplies the difference between a label's scores and its frequency.
 
-A penalty that suits the directions of the weights shrinks their lengths too much, so that frequent labels are
-ranked too high.
+The penalty that yields the best directions of the weights also shrinks them too much, so that frequent labels
+are ranked too high. A gain above 1 compensates for this.
 """
 FOLDS = 5
-FEWEST_HELD_OUT = (
-    300  # with fewer samples, the choice of a penalty would be noisy, so cross-validation is used instead
-)
+FEWEST_HELD_OUT = 300  # with fewer validation samples, the penalty is chosen by cross-validation
 WORSE = 0.005  # the smallest difference in nDCG@5 that matters, even with many samples
-SPREAD = 0.2  # the standard deviation of the difference in nDCG@5 between two similar models on one sample
+SPREAD = 0.2  # the per-sample standard deviation of the difference in nDCG@5 between two similar models
 TOLERANCE, MOST_STEPS = 0.05, 40
-RANK = 256  # eigenvectors of the preconditioner
-# The maximum number of entries in an intermediate result (16 MB), and the minimum number of its columns.
+RANK = 256  # the number of eigenvectors in the preconditioner
+# The maximum number of entries (16 MB) and the minimum number of columns of an intermediate result.
 MOST_CACHED, FEWEST_COLUMNS = 2**22, 16
 SCALE_PENALTY = 0.001  # keeps the scale finite if the validation samples are separable
 SHARES, CLOSE = (0.0, 0.25, 0.5, 0.75, 1.0), 0.002
@@ -44,7 +42,7 @@ MOST_SCORES, MOST_WEIGHTS = 2**24, 2**27  # 64 MB per matrix of scores, 512 MB o
 
 
 class LinearPart(NamedTuple):
-    """Scores that are linear in the inputs: `inputs @ weight + bias`."""
+    """A linear model with the scores `inputs @ weight + bias`."""
 
     weight: Array
     """(inputs, labels)."""
@@ -56,13 +54,13 @@ class LinearPart(NamedTuple):
         return product(inputs, self.weight) + self.bias
 
     def with_gain(self, gain: float, frequencies: Array) -> "LinearPart":
-        """Return the part whose scores deviate from the label frequencies `gain` times as much."""
+        """Return a linear part whose scores deviate `gain` times as much from the label frequencies."""
         factor, rest = np.float32(gain), np.float32(1 - gain)  # keep the dtype
         return LinearPart(factor * self.weight, factor * self.bias + rest * frequencies)
 
 
 def product(matrix: Matrix, dense: Array) -> Array:
-    """Multiply a CSR float32 matrix by a dense matrix, in less than half the time that scipy takes."""
+    """Multiply a CSR float32 matrix by a dense matrix, in less than half the time that SciPy takes."""
     found = torch.nn.functional.embedding_bag(
         torch.from_numpy(matrix.indices),
         torch.from_numpy(np.ascontiguousarray(dense)),
@@ -84,13 +82,13 @@ class Start(NamedTuple):
     complete: bool
     """Whether both parts have weights for all labels. The scores of labels without weights are 0."""
     same_samples: bool
-    """Whether that run used the same samples with the same split."""
+    """Whether the earlier run used the same samples with the same split."""
 
 
 def noise(samples: int) -> float:
     """Return the smallest difference in nDCG@5 on this many samples that does not count as noise.
 
-    It is about one standard error.
+    It is about one standard error, but at least `WORSE`.
     """
     return max(WORSE, SPREAD / math.sqrt(samples))
 
@@ -114,13 +112,14 @@ def ridge_path(
     Args:
         inputs: CSR float32 (rows, inputs).
         labels: CSR (rows, labels).
-        penalties: The factors of the weights' squared norm, as multiples of the inputs' mean squared norm.
-        start: The part whose weights are the center of the penalty; by default, the center is zero.
+        penalties: The L2 penalties, relative to the mean squared norm of the inputs.
+        start: An earlier linear part. If given, the difference from its weights is penalized instead of the
+            weights themselves.
 
-    Returns:
-        For each penalty λ, the part with weights `W = Xᵀ A`, where `(X Xᵀ + λ I) A = Y - mean(Y)` is solved
-        by conjugate gradients. X has an additional column of ones for the bias. A has a row for each sample,
-        and there are usually fewer samples than inputs.
+    Yields:
+        The linear part for each penalty λ. Its weights are `W = Xᵀ A`, where `(X Xᵀ + λ I) A = Y - mean(Y)`
+        is solved by conjugate gradients, and X has an additional column of ones for the bias. There are
+        usually fewer samples than inputs, so A is smaller than W.
     """
     rows = inputs.shape[0]
     x = sparse.csr_array(
@@ -136,18 +135,18 @@ def ridge_path(
     size = float(inputs.data @ inputs.data) / rows
     for penalty in penalties:
         solution = _solve(x, transposed, y, penalty * size, solution, near)
-        # Keep no local reference to the part: several paths are followed at once, and parts are large.
+        # Do not keep a local reference to the part: it is large, and several paths are computed at once.
         yield _part(product(transposed, solution), mean, start)
 
 
 def _part(weight: Array, mean: Array, start: LinearPart | None) -> LinearPart:
-    """Return the linear part for these weights, whose last row belongs to the column of ones."""
+    """Return the linear part for these weights. The last row contains the weights of the column of ones."""
     part = LinearPart(weight[:-1], weight[-1] + mean)
     return part if start is None else LinearPart(start.weight + part.weight, start.bias + part.bias)
 
 
 def _image(x: Matrix, transposed: Matrix, a: Array) -> Array:
-    """Return `x xᵀ a`, computed in groups of columns whose intermediate result fits in the cache."""
+    """Return `x xᵀ a`, computed for a few columns at a time so that `xᵀ a` fits in the cache."""
     width = max(FEWEST_COLUMNS, MOST_CACHED // x.shape[1])
     found = np.empty_like(a)
     for start in range(0, a.shape[1], width):
@@ -157,10 +156,11 @@ def _image(x: Matrix, transposed: Matrix, a: Array) -> Array:
 
 
 class _Preconditioner:
-    """An approximation of the inverse of `x xᵀ + penalty I` by the leading eigenvectors of `x xᵀ`.
+    """A preconditioner for `x xᵀ + penalty I`, based on the leading eigenvectors of `x xᵀ`.
 
-    Common words cause eigenvalues far above the penalty, with which conjugate gradients would need many
-    steps. The eigenvectors are those of a randomized Nyström approximation (Frangella, Tropp, Udell 2023).
+    Common words lead to eigenvalues far above the penalty, so without a preconditioner, conjugate gradients
+    would need many steps. The eigenvectors come from a randomized Nyström approximation (Frangella, Tropp,
+    Udell 2023).
     """
 
     def __init__(self, x: Matrix, transposed: Matrix) -> None:
@@ -174,7 +174,7 @@ class _Preconditioner:
         self.vectors = (basis @ vectors).astype(np.float32)
 
     def apply(self, rest: Array, penalty: float) -> Array:
-        """Return the approximate solution for the right-hand side `rest`."""
+        """Apply the preconditioner to the residuals `rest`."""
         factors = (self.values[0] + penalty) / (self.values + penalty) - 1
         found: Array = rest + self.vectors @ (factors[:, None] * (self.vectors.T @ rest))
         return found
@@ -215,16 +215,16 @@ def _squares(columns: Array) -> Array:
 
 
 class Choice(NamedTuple):
-    """The penalty and the gain of the linear part, and the part fitted without the validation samples."""
+    """The chosen penalty and gain, and the linear part that was fitted without the validation samples."""
 
     penalty: float
-    """Infinite if the linear part of an earlier run is better than every fit initialized from it."""
+    """Infinite if the linear part of an earlier run is kept unchanged."""
     gain: float
     part: LinearPart
 
 
 def folds(rows: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield the training rows and the held-out rows of each fold of a cross-validation."""
+    """Yield the indices of the training samples and of the held-out samples for each fold."""
     order = np.random.default_rng(0).permutation(rows)
     for fold in range(FOLDS):
         yield np.sort(np.delete(order, np.s_[fold::FOLDS])), np.sort(order[fold::FOLDS])
@@ -243,10 +243,10 @@ def choose(
         start: The parts of an earlier run to start from.
 
     Returns:
-        The choice. If there are few validation samples, it is made by cross-validation over all samples. Fits
-        that start from an earlier run are compared with the part of that run that was fitted on all samples.
-        If the earlier run used the same samples, its parts are returned unchanged: they already have the best
-        penalty, and fitting their residuals again would only weaken it.
+        The choice. If there are few validation samples, it is made by cross-validation over all samples. The
+        linear part of an earlier run is kept unless a fit that starts from it is clearly better. If the
+        earlier run used the same samples, its linear part is always kept, because it already has the best
+        penalty, and fitting its residuals again would only weaken the regularization.
     """
     if start is not None and start.same_samples:
         return Choice(math.inf, 1.0, start.held_out)
@@ -277,7 +277,7 @@ def choose(
         parts = [next(paths[0])] if len(paths) == 1 else map(next, paths)
         quality = mean_quality(parts, gains)
         if quality.max() < highest - WORSE:
-            break  # weaker penalties are even worse
+            break  # assume that weaker penalties are even worse
         highest = max(highest, quality.max())
         if quality.max() > best:
             best, penalty, gain = float(quality.max()), one, gains[int(quality.argmax())]
@@ -291,12 +291,12 @@ def choose(
 
 
 class _Split:
-    """Samples to fit a part on, and other samples to evaluate it on."""
+    """Samples to fit a linear part on, and held-out samples to evaluate it on."""
 
     def __init__(self, inputs: Matrix, labels: Matrix, held_out: Matrix, its_labels: Matrix) -> None:
         self.inputs, self.labels, self.held_out, self.its_labels = inputs, labels, held_out, its_labels
         self.usual = frequencies(labels)
-        # Samples without labels have no nDCG.
+        # The number of samples that have an nDCG, which requires labels.
         self.weight = max(1e-9, np.count_nonzero(np.diff(its_labels.indptr)))
 
     def qualities(self, part: LinearPart, gains: Sequence[float]) -> list[float]:
@@ -308,19 +308,20 @@ class _Split:
 def fit(
     inputs: Matrix, labels: Matrix, penalty: float, gain: float = 1.0, start: LinearPart | None = None
 ) -> LinearPart:
-    """Fit the linear part with one penalty and one gain."""
+    """Fit a linear part with the given penalty and gain."""
     part = next(ridge_path(inputs, labels, (penalty,), start))
     return part.with_gain(gain, frequencies(labels))
 
 
 class Mixture(NamedTuple):
-    """The weights of the sum of two models, `linear * scores + network * logits + shift`."""
+    """The coefficients of a combined model, whose logits are `linear * scores + network * logits + shift`."""
 
     linear: float
     network: float
     shift: float
     share: float
-    """The share of the linear part, from 0 to 1, after each model is scaled to minimize its loss."""
+    """The weight of the linear part, from 0 to 1, after each model has been scaled to minimize its loss. The
+    network has the weight `1 - share`."""
 
     def in_words(self) -> str:
         """Return a sentence about the weights of the two models."""
@@ -331,7 +332,7 @@ class Mixture(NamedTuple):
 
 
 def fit_mixture(loss: LabelLoss, scores: Array, logits: Tensor, labels: Matrix) -> Mixture:
-    """Choose the weights of two models on samples that neither of them was fitted on.
+    """Choose the coefficients of a combined model on samples that neither of its two models was fitted on.
 
     Args:
         loss: The loss of the network, which determines the scales.
@@ -340,8 +341,8 @@ def fit_mixture(loss: LabelLoss, scores: Array, logits: Tensor, labels: Matrix) 
         labels: CSR (rows, labels).
 
     Returns:
-        The mixture. The linear part has the largest share whose nDCG@5 is at most `CLOSE` below the best
-        nDCG@5, because this part improves further when it is fitted on all samples.
+        The coefficients. Among the candidate shares with an nDCG@5 at most `CLOSE` below the best, the
+        largest is chosen, because the linear part improves further when it is refitted on all samples.
     """
     first, second, lists = torch.from_numpy(scores).double(), logits.double(), label_lists(labels)
     scales = [fit_scale(loss, one, lists)[0] for one in (first, second)]
@@ -357,8 +358,8 @@ def fit_scale(loss: LabelLoss, logits: Tensor, lists: Tensor) -> tuple[float, fl
 
     The shift is 0 for losses that do not depend on it.
     """
-    # The scale is a square, so it cannot be negative. It starts at 1 / std, which is about 10 for scores that
-    # estimate probabilities.
+    # The optimizer works on the square root of the scale, so that the scale cannot be negative. The initial
+    # scale is 1 / std, which is about 10 for scores that estimate probabilities.
     root = torch.tensor(1 / float(logits.std().clamp(min=1e-9)), dtype=torch.float64).sqrt().requires_grad_()
     shift = torch.zeros((), dtype=torch.float64, requires_grad=loss.name == "bce")
     learned = [root, shift] if loss.name == "bce" else [root]

@@ -1,4 +1,4 @@
-"""Named losses for samples with several labels, in multi-label classification and recommendation."""
+"""Losses for samples with multiple labels, used in multi-label classification and recommendation."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class LabelLoss:
-    """A loss that sums over the labels of a row and averages over rows; rows without labels are ignored.
+    """A loss that is summed over the labels of a row and averaged over rows. Rows without labels are ignored.
 
         loss = LabelLoss("lml", "labels")
         loss(logits, labels)
@@ -31,10 +31,10 @@ class LabelLoss:
         name: `lml`, `softmax` (the negative log-likelihood of the labels under a softmax), `bce` (labels that
             are not listed count as absent), `truncated-entropy` or `topk-softmax` (`softmax` with a weight
             for each label; see `topk_softmax`).
-        k: The number of labels that are predicted, for `lml`, `truncated-entropy` and `topk-softmax`. For
-            `lml` it may also be `labels`: the number of labels of each row. It must be None for `softmax` and
-            `bce`.
-        empty: Whether `bce` also counts rows without labels, as rows in which all labels are absent.
+        k: The number of labels to predict, for `lml`, `truncated-entropy` and `topk-softmax`. For `lml`, it
+            may also be `labels`, which means each row's own number of labels. It must be None for `softmax`
+            and `bce`.
+        empty: Whether `bce` includes rows without labels, as rows in which all labels are absent.
     """
 
     name: AnyLossName
@@ -54,7 +54,7 @@ class LabelLoss:
         return self.name if self.k is None else f"{self.name}-{self.k}"
 
     def check_labels(self, count: int) -> None:
-        """Raise `BadInput` if k is not smaller than the number of labels."""
+        """Raise `BadInput` unless k is less than `count`, the number of labels."""
         if isinstance(self.k, int) and self.k >= count:
             raise BadInput(
                 f"`k` must be from 1 to {count - 1}, because there are {count} labels, but it is {self.k}."
@@ -90,7 +90,7 @@ class LabelLoss:
         return _mean_of_labeled(each.sum(-1), there)
 
     def of_linear(self, hidden: Tensor, layer: nn.Linear, labels: Tensor) -> Tensor:
-        """Compute the loss of `layer(hidden)`. `lml` never materializes the logits of a large batch."""
+        """Compute the loss of `layer(hidden)`. For `lml`, the full logit matrix is never materialized."""
         if self.name != "lml":
             return self(layer(hidden).float(), labels)
         labels = unlike_logits(labels, layer.out_features)
@@ -100,13 +100,13 @@ class LabelLoss:
     def of_factors(self, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss of `linear(hidden, weight, bias)`, with only `ROWS` rows of logits in memory.
 
-        Every row must have a label.
+        Every row must have at least one label.
         """
         found: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, self)
         return found
 
     def _k_of(self, labels: Tensor) -> float | Tensor:
-        """Return k as a number, or as a tensor of one k per row. The k of ignored rows is arbitrary."""
+        """Return k as a number, or as a tensor with one k per row. For ignored rows, k is arbitrary."""
         if self.k == "labels":
             return (labels != PADDING).sum(-1).clamp(min=1)
         assert self.k is not None
@@ -114,7 +114,7 @@ class LabelLoss:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The mean loss of the rows of `linear(hidden, weight, bias)`, computed for a few rows at a time.
+    """The mean loss of `linear(hidden, weight, bias)` over rows, computed for a few rows at a time.
 
     The gradients are computed in the forward pass, because the logits are not kept.
     """
@@ -150,20 +150,20 @@ def topk_softmax(logits: Tensor, labels: Tensor, k: int, width: float = WIDTH) -
     """Compute a softmax loss in which each label is weighted by how close its score is to the top k.
 
         >>> labels = torch.tensor([[0, 3]])
-        >>> round(topk_softmax(torch.zeros(1, 4), labels, k=2).item(), 4)  # the mean weight of both is 1/2
+        >>> round(topk_softmax(torch.zeros(1, 4), labels, k=2).item(), 4)  # both weights are 1/2
         1.3863
 
     Args:
         logits: (R, n).
         labels: int64 (R, L), padded with `PADDING`.
-        k: The length of the ranking, less than n.
+        k: The number of top entries, less than n.
         width: The width of the sigmoid.
 
     Returns:
-        The mean over the rows with labels of `-sum_i w_i log softmax(x)_i`, where i runs over the labels of a
-        row, `w_i = sigmoid((x_i - threshold) / width)`, and the threshold separates the top k:
+        The mean of `-sum_i w_i log softmax(x)_i` over the rows with labels, where i runs over the labels of a
+        row and `w_i = sigmoid((x_i - threshold) / width)`. The threshold separates the top k: it satisfies
         `sum_j sigmoid(x_j - threshold) = k` over all entries j, so it is `-lml_dual(x, k)`. The weights are
-        constants in the gradient: otherwise lowering the score of a label would reduce the loss.
+        treated as constants in the gradient. Otherwise, lowering the score of a label would reduce the loss.
     """
     there = labels != PADDING
     place = labels.clamp(min=0)
@@ -175,7 +175,7 @@ def topk_softmax(logits: Tensor, labels: Tensor, k: int, width: float = WIDTH) -
 
 
 def loss_with_usual_k(name: AnyLossName, k: int | PerRow | None) -> LabelLoss:
-    """Return the loss. k defaults to `labels` for lml, 1 for truncated-entropy and 20 for topk-softmax."""
+    """Create a loss. k defaults to `labels` for lml, 1 for truncated-entropy and 20 for topk-softmax."""
     usual: dict[str, int | PerRow] = {"lml": "labels", "truncated-entropy": 1, "topk-softmax": 20}
     return LabelLoss(name, usual.get(name) if k is None else k)
 
@@ -184,8 +184,9 @@ def named(text: str, option: str = "--losses") -> LabelLoss:
     """Parse a loss name that includes its k, as in the tables and figures of a study.
 
     Args:
-        text: `bce`, `softmax`, `lml-5`, `lml-labels`, `truncated-entropy-1`, `topk-softmax-20`.
-        option: The option that contains the name, for error messages.
+        text: A name such as `bce`, `softmax`, `lml-5`, `lml-labels`, `truncated-entropy-1` or
+            `topk-softmax-20`.
+        option: The command-line option that contains the name, for error messages.
 
     Returns:
         The loss. An unknown name raises `BadInput`.
@@ -209,7 +210,7 @@ def padded(rows: list[Tensor]) -> Tensor:
 def unlike_logits(labels: Tensor, n: int) -> Tensor:
     """Add a column of padding to label lists of width n.
 
-    Integers with the shape of the logits could be mistaken for multi-hot targets.
+    Otherwise, these integers would have the shape of the logits and could be mistaken for multi-hot targets.
     """
     return nn.functional.pad(labels, (0, 1), value=PADDING) if labels.shape[-1] == n else labels
 

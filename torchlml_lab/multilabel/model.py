@@ -1,4 +1,4 @@
-"""The network, its metrics, and trained models loaded from disk."""
+"""The network for multi-label classification, its metrics, and loading of trained models."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ class SparseLinear(nn.Module):
     """
 
     row_sparse = False
-    """Whether the weight has a sparse gradient, with only the rows used in the batch, for `RowAdam`."""
+    """Whether the gradient of the weight is sparse, with only the rows used in the batch (see `RowAdam`)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class SparseLinear(nn.Module):
 
 
 def _sparse_product(rows: Inputs | Tensor, weight: Tensor) -> Tensor:
-    """Return the matrix product of sparse rows and a dense matrix. Exported models pass dense rows."""
+    """Multiply sparse rows by a dense matrix. The rows are a dense tensor only when a model is exported."""
     if isinstance(rows, Tensor):
         return rows @ weight
     rows = rows._replace(values=rows.values.to(weight.dtype))
@@ -82,10 +82,10 @@ def _product(rows: Inputs, weight: Tensor) -> Tensor:
 
 
 class _SparseProduct(torch.autograd.Function):
-    """The product of sparse rows and a weight.
+    """The product of sparse rows and a dense weight matrix.
 
-    The gradient of the weight is the product of the transposed rows and the gradient of the result, which
-    takes half the time of the backward pass of `embedding_bag`.
+    The gradient of the weight is computed as the transposed rows times the output's gradient, in half the
+    time of the backward pass of `embedding_bag`.
     """
 
     @staticmethod
@@ -105,11 +105,11 @@ class _SparseProduct(torch.autograd.Function):
 
 
 class LinearLogits(nn.Module):
-    """The linear part of a model, which is not trained by gradients, added to the logits of the network.
+    """Adds the scores of a linear part, which is not trained by gradients, to the logits of the network.
 
     Args:
         part: The linear part.
-        mixture: The weights of the sum.
+        mixture: The coefficients of the two models.
     """
 
     weight: Tensor
@@ -118,12 +118,12 @@ class LinearLogits(nn.Module):
     def __init__(self, part: LinearPart, mixture: Mixture) -> None:
         super().__init__()
         self.mixture = mixture
-        # These weights are stored once per run, not with every checkpoint.
+        # The linear part is stored once per run, not in every checkpoint.
         self.register_buffer("weight", torch.from_numpy(part.weight), persistent=False)
         self.register_buffer("bias", torch.from_numpy(part.bias), persistent=False)
 
     def part(self, labels: int) -> LinearPart:
-        """Return the linear part, extended to this number of labels. Added labels have scores of 0."""
+        """Return the linear part, extended to this number of labels. The scores of added labels are 0."""
         more = labels - len(self.bias)
         return LinearPart(pad(self.weight, (0, more)).numpy(), pad(self.bias, (0, more)).numpy())
 
@@ -141,7 +141,8 @@ class LabelNetwork(nn.Module):
         labels: The number of labels.
         hidden: The size of the hidden layer; 0 for a linear model.
         dropout: The dropout probability of the hidden layer.
-        most: The maximum number of inputs that the network uses. If `inputs` is larger, `place` must be set.
+        most: The maximum number of inputs that the network uses. If `inputs` is larger, the caller must set
+            `place` to select these inputs.
     """
 
     place: Tensor | None
@@ -160,7 +161,7 @@ class LabelNetwork(nn.Module):
         self.between = nn.Sequential(nn.ReLU(), nn.Dropout(dropout)) if hidden else None
         self.last = nn.Linear(hidden, labels) if hidden else None
         self.linear: LinearLogits | None = None
-        # The linear part is the same in all processes, so it is not synchronized at every step.
+        # The linear part is identical in all processes, so it does not have to be synchronized at every step.
         self._ddp_params_and_buffers_to_ignore = ["linear.weight", "linear.bias"]
 
     def rows_of_inputs(self) -> Tensor:
@@ -173,8 +174,8 @@ class LabelNetwork(nn.Module):
         """Return the logits (R, labels) or, given labels and a loss, the mean loss without the linear part.
 
         The loss is computed here because `lml` fuses it with the last layer, so that the full logit matrix is
-        never materialized. The linear part is added to the logits only: a network trained on the residual of
-        the linear part would learn nothing, because that part fits the training samples almost perfectly.
+        never materialized. The loss leaves out the linear part, because this part fits the training samples
+        almost perfectly, so a network trained on its residual would learn nothing.
         """
         used = len(self.first.weight)
         found = self.first(rows if self.place is None else _renumbered(rows, self.place, used))
@@ -190,7 +191,7 @@ class LabelNetwork(nn.Module):
 
 
 def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Tensor:
-    """Renumber the columns by `place`, and drop those with a `place` of -1. `count` columns remain."""
+    """Renumber each column i as `place[i]`, or drop it if `place[i]` is -1. `count` columns remain."""
     if isinstance(rows, Tensor):
         return rows.index_select(1, place.argsort()[-count:])
     columns = place[rows.columns]
@@ -200,10 +201,11 @@ def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Te
 
 
 def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
-    """Copy the weights of `earlier`, which has the same inputs and whose labels come first in `network`.
+    """Copy the weights of an earlier network to a network with the same inputs and possibly more labels.
 
-    If both networks use only some of the inputs, `network` is changed to use the same ones as `earlier`.
-    Otherwise, the weights of the inputs that both use are copied.
+    The first labels of `network` must be those of `earlier`. If both networks use only some of the inputs,
+    `network` is changed to use the same inputs as `earlier`. Otherwise, only the weights of inputs that both
+    networks use are copied.
     """
     if network.place is not None and earlier.place is not None:
         network.place.copy_(earlier.place)
@@ -221,26 +223,29 @@ TEMPERATURE = "calibration.json"
 LINEAR = "linear.safetensors"
 ROWS, LOGITS = 512, 2**24  # the maximum numbers of samples and logits per forward pass
 MEASURED = 2**22  # the maximum number of scores that metrics process at once
-MOST_DENSE = 2**24  # a first layer with more weights has a sparse gradient
-MOST_INPUTS = 10_000  # the most frequent inputs suffice for a network combined with a linear part
+MOST_DENSE = 2**24  # a first layer with more weights than this has a sparse gradient
+# The maximum number of inputs of a network that is combined with a linear part. The most frequent inputs are
+# sufficient, because the linear part uses all inputs.
+MOST_INPUTS = 10_000
 
 
 class TrainedLabels(NamedTuple):
-    """A trained network with everything that prediction needs."""
+    """A trained network, with everything that is needed for predictions."""
 
     settings: MultilabelSettings
     preparation: Preparation
     network: LabelNetwork
     epoch: int
     temperature: float
-    """Logits are divided by the temperature before they become probabilities."""
+    """The logits are divided by the temperature before they are converted to probabilities."""
     held_out: LinearLogits | None = None
-    """The linear part fitted without the validation samples, if `network` has one fitted on all samples."""
+    """The linear part fitted without the validation samples. The linear part of `network` may have been
+    fitted on all samples."""
     decisions: Decisions = Decisions()
     """The rules that choose sets of labels."""
 
     def for_validation(self) -> "TrainedLabels":
-        """Return the run with the network that was fitted without the validation samples."""
+        """Return the run with the linear part that was fitted without the validation samples."""
         if self.held_out is None:
             return self
         network = copy.copy(self.network)
@@ -249,7 +254,7 @@ class TrainedLabels(NamedTuple):
 
     @property
     def uses_k(self) -> bool:
-        """Whether the probabilities depend on k. Those of `bce` do not."""
+        """Whether the probabilities depend on k. With the loss `bce`, they do not."""
         return self.settings.loss != "bce"
 
     def scores(self, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
@@ -257,12 +262,12 @@ class TrainedLabels(NamedTuple):
         return scores(self.network, inputs)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability that each label is among the top k of the run."""
+        """Return the probability that each label is in the top k, with the k of the run."""
         return probabilities(logits, self.settings.loss, self.preparation.k, self.temperature)
 
 
 def load(run: Path) -> TrainedLabels:
-    """Load a run; raise `BadInput` if the directory does not contain one or if it is damaged."""
+    """Load a run. A directory that contains no run or a damaged one raises `BadInput`."""
     best = run_directory.find_best_epoch(EXPERIMENT, run)
     settings = from_json(MultilabelSettings, run / SETTINGS_FILE)
     prepared = prepare.stored(run)
@@ -274,7 +279,7 @@ def load(run: Path) -> TrainedLabels:
 
 
 def new_network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
-    """Return a newly initialized network. Without a linear part, it uses all inputs."""
+    """Return a newly initialized network. With a linear part, it uses at most `MOST_INPUTS` inputs."""
     labels = len(prepared.labels)
     combined = settings.model == "combined" and linear.fits(prepared.rows, prepared.inputs, labels)
     most = MOST_INPUTS if combined else None
@@ -282,7 +287,7 @@ def new_network(settings: MultilabelSettings, prepared: Preparation) -> LabelNet
 
 
 def store_linear(run: Path, final: LinearPart, held_out: LinearPart, mixture: Mixture) -> None:
-    """Write the linear parts of a run, one fitted on all samples and one without the validation samples."""
+    """Write the two linear parts of a run: one fitted on all samples, one without the validation samples."""
     tensors = {
         f"{name}.{field}": np.ascontiguousarray(values)
         for name, part in (("final", final), ("held_out", held_out))
@@ -293,7 +298,7 @@ def store_linear(run: Path, final: LinearPart, held_out: LinearPart, mixture: Mi
 
 
 def stored_linear(run: Path, prepared: Preparation) -> tuple[LinearLogits, LinearLogits] | tuple[None, None]:
-    """Load the linear parts of a run, if they have been stored. A damaged file raises `BadInput`."""
+    """Load the two linear parts of a run, if it has any. A damaged file raises `BadInput`."""
     path = run / LINEAR
     if not path.exists():
         return None, None
@@ -317,7 +322,7 @@ def stored_linear(run: Path, prepared: Preparation) -> tuple[LinearLogits, Linea
 
 
 def row_slices(rows: int, labels: int) -> list[slice]:
-    """Split samples into parts whose logits fit in memory."""
+    """Split samples into chunks whose logits fit in memory."""
     size = max(1, min(ROWS, LOGITS // labels))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
@@ -333,16 +338,16 @@ def scores(network: LabelNetwork, inputs: Matrix) -> Iterator[tuple[Tensor, slic
 
 
 def probabilities(logits: Tensor, loss: LossName, k: int, temperature: float = 1.0) -> Tensor:
-    """Return the probability that each label is among the top k: the LML projection of the logits.
+    """Return the probability that each label is in the top k: the LML projection of the logits.
 
-    For `bce`, it is the sigmoid of each logit, which does not depend on k.
+    With the loss `bce`, it is the sigmoid of each logit, which does not depend on k.
     """
     logits = logits / temperature
     return logits.sigmoid() if loss == "bce" else torchlml.lml(logits, k)
 
 
 def _temperature(run: Path) -> float:
-    """Return the temperature of a run, or 1 if it has none."""
+    """Return the temperature of a run, or 1 if it has not been calibrated."""
     path = run / TEMPERATURE
     if not path.exists():
         return 1.0
@@ -356,7 +361,7 @@ def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
     """Return one or two sentences about how the k of the predictions was chosen.
 
     Args:
-        given: The setting `--k`.
+        given: The value of `--k`.
         k: The k that predictions use.
         mean: The mean number of labels per training sample.
     """
@@ -365,7 +370,7 @@ def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
     rounded = "" if mean == k else f" ({mean:.2f}) rounded to an integer"
     return (
         f"Predictions use k = {k}, the mean number of labels per training sample{rounded}. "
-        "Train with `--k` to use another k."
+        "To use a different k, train with `--k`."
     )
 
 
@@ -401,7 +406,7 @@ def encoded_rows(trained: TrainedLabels, rows: LabeledRows) -> LabeledRows:
 
 
 def prepared_rows(trained: TrainedLabels, rows: LabeledRows, source: str) -> tuple[Matrix, list[str]]:
-    """Return the inputs of samples, and notes about features that are unknown to the run."""
+    """Return the network inputs of samples, and notes about features that are unknown to the run."""
     prepared = trained.preparation.apply(rows)
     notes = []
     if prepared.unknown:
@@ -414,7 +419,7 @@ def prepared_rows(trained: TrainedLabels, rows: LabeledRows, source: str) -> tup
         has = "has" if prepared.empty == 1 else "have"
         notes.append(
             f"`{source}`: {prepared.empty} of {len(rows)} samples {has} no known feature. "
-            "The labels predicted for such samples are those that are most frequent overall."
+            "The most frequent labels are predicted for such samples."
         )
     return prepared.inputs, notes
 
@@ -425,12 +430,12 @@ NAMES = {"precision": "P", "ndcg": "nDCG", "psp": "PSP", "recall": "R"}
 
 
 class Measures:
-    """Accumulates metrics over batches; labels unknown to the run count as false negatives.
+    """Accumulates ranking metrics over batches. Labels that are unknown to the run count as false negatives.
 
     Args:
-        preparation: The preparation of the run; its counts determine the propensities.
-        labels: The number of distinct labels: those known to the run, plus those that occur only in these
-            samples.
+        preparation: The preparation of the run. Its label counts determine the propensities.
+        labels: The number of distinct labels: those known to the run, followed by those that occur only in
+            the evaluated samples.
         ks: The values of k.
     """
 
@@ -482,7 +487,7 @@ def measure(
     for batch in batches:
         lists = accelerator.pad_across_processes(batch.labels, dim=1, pad_index=PADDING)
         scores, lists = accelerator.gather_for_metrics((network(batch.inputs).float(), lists))
-        # Metrics allocate several temporary tensors as large as their scores.
+        # Metrics allocate temporary tensors of the same size as the scores.
         size = max(1, MEASURED // scores.shape[1])
         for start in range(0, len(scores), size):
             found.update(scores[start : start + size], lists[start : start + size])
@@ -490,13 +495,13 @@ def measure(
 
 
 def popularity(preparation: Preparation, rows: Iterable[Tensor], labels: int) -> dict[str, float]:
-    """Return the metrics for always predicting the most frequent training labels.
+    """Return the metrics of a baseline that always predicts the most frequent training labels.
 
     Args:
         preparation: The preparation of the run.
-        rows: Padded label lists (R, L) in batches.
-        labels: The number of distinct labels: those known to the run, plus those that occur only in these
-            samples.
+        rows: Batches of padded label lists (R, L).
+        labels: The number of distinct labels: those known to the run, followed by those that occur only in
+            the evaluated samples.
     """
     found = Measures(preparation, labels)
     scores = torch.tensor(preparation.counts, dtype=torch.float32)

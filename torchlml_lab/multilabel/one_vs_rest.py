@@ -2,8 +2,8 @@
 
     python -m torchlml_lab.multilabel.one_vs_rest --train FILE --test FILE --csv one-vs-rest.csv
 
-It uses the inputs and the split of `torchlml train multilabel`. C is selected on the validation samples,
-as is the learning rate of the networks.
+It uses the same inputs and the same split as `torchlml train multilabel`. C is selected on the validation
+samples, like the learning rate of the networks.
 """
 
 import sys
@@ -33,20 +33,21 @@ from torchlml_lab.multilabel.sweep import LabelRecord
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """Fit a one-vs-rest logistic regression for each C, and write the metrics of the best one to a CSV."""
+    """Fit one-vs-rest logistic regression for each C, and write the metrics of the best C to a CSV file."""
 
     train: Path | None = None
     """The training file, as for `torchlml train multilabel`."""
     test: Path | None = None
     """The test file."""
     csv: Path = Path("one-vs-rest.csv")
-    """The CSV to write; existing rows are kept."""
+    """The CSV file to write. Results that it already contains are not computed again."""
     keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
-    """The shares of training labels to keep."""
+    """The fractions of the training labels to keep. At least one label per sample is kept; `one` keeps
+    exactly one."""
     seed: int = 0
     """The seed for the random choice of the labels to keep."""
     strengths: tuple[float, ...] = (1.0, 10.0, 100.0)
-    """The values of C to try; one value is chosen for all labels."""
+    """The values of C to try. All labels use the same value."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -94,9 +95,9 @@ def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -
 
 
 def _fit(inputs: Matrix, labels: Matrix, strength: float) -> tuple[Any, Any]:
-    """Fit one model per label, and return the weights (inputs, labels) and the biases (labels,)."""
+    """Fit one classifier per label, and return the weights (inputs, labels) and the biases (labels,)."""
     weights = np.zeros((inputs.shape[1], labels.shape[1]))
-    bias = np.full(labels.shape[1], -20.0)  # for labels without samples
+    bias = np.full(labels.shape[1], -20.0)  # for labels that no training sample has
     columns = labels.tocsc()
     inputs.indices, inputs.indptr = (
         inputs.indices.astype(np.int32),

@@ -1,4 +1,4 @@
-"""`torchlml predict RUN` for multi-label runs: the labels of new samples, with their probabilities."""
+"""`torchlml predict RUN` for multi-label runs: predict the labels of new samples with their probabilities."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ ON_SCREEN = 20
 
 
 class RankedLabels(NamedTuple):
-    """The labels of one sample, best first."""
+    """The predicted labels of one sample, best first."""
 
     labels: list[str]
     probabilities: list[float]
@@ -60,7 +60,7 @@ def main(settings: PredictSettings) -> None:
     finally:
         console.print(_table(ranked[:ON_SCREEN], rows.texts, _meaning(trained)))
     if len(ranked) > ON_SCREEN:
-        rest = "" if settings.out else "; `--out FILE` writes all of them"
+        rest = "" if settings.out else ". Use `--out FILE` to write the labels of all samples"
         console.print(f"The table shows {ON_SCREEN} of {len(ranked)} samples{rest}.", highlight=False)
     if rule is not None:
         say([f"Rule `{rule}`: {trained.decisions.in_words(rule, trained.preparation.k)}."], console)
@@ -71,7 +71,7 @@ def main(settings: PredictSettings) -> None:
 
 
 def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[RankedLabels]:
-    """Rank the labels of prepared samples."""
+    """Return the top labels of each prepared sample."""
     names, found = trained.preparation.labels, []
     for logits, _ in trained.scores(inputs):
         best = trained.probabilities(logits).gather(-1, order := logits.topk(top, dim=-1).indices)
@@ -81,7 +81,7 @@ def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[Ranked
 
 
 def decided_labels(trained: TrainedLabels, inputs: Matrix, rule: RuleName) -> list[RankedLabels]:
-    """Return the labels that a rule chooses for prepared samples. A sample may have none."""
+    """Return the labels that a rule chooses for each prepared sample. A rule may choose no labels."""
     names, found = trained.preparation.labels, []
     for logits, _ in trained.scores(inputs):
         values = trained.probabilities(logits)

@@ -1,4 +1,4 @@
-"""The conversion of samples to network inputs, fitted on the training samples and stored with the run."""
+"""Conversion of samples to network inputs. It is fitted on the training samples and stored with the run."""
 
 import dataclasses
 import re
@@ -19,26 +19,26 @@ from torchlml_lab.data.labeled_rows import Columns, LabeledRows, Matrix, stacked
 from torchlml_lab.files import read_record
 
 FILE = "preparation.json"
-MOST_TERMS = 50_000  # the maximum number of terms of each kind
-ROWS, LETTERS = 2**14, 2**22  # the numbers of samples and characters that are converted at once
-MOST_BYTES = 2**30  # text inputs that need more memory are computed for each batch
-_ENTRIES = 2**20  # the number of matrix entries that are processed at once
+MOST_TERMS = 50_000  # the maximum number of words, of word pairs, and of character n-grams
+ROWS, LETTERS = 2**14, 2**22  # the maximum numbers of samples and characters that are converted at once
+MOST_BYTES = 2**30  # if the inputs of all texts would need more memory, they are computed for each batch
+_ENTRIES = 2**20  # the maximum number of matrix entries that are processed at once
 
 
 class Prepared(NamedTuple):
-    """Samples as network inputs."""
+    """Samples that have been converted to network inputs."""
 
     inputs: Matrix
     """CSR float32 (rows, inputs)."""
     unknown: int
-    """The number of values that belong to features unknown to the run, not counting words."""
+    """The number of nonzero values in features that are unknown to the run. Words are not counted."""
     empty: int
     """The number of samples without any known feature."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The named inputs and outputs of a run's network."""
+    """The inputs and outputs of a run's network, and how samples are converted to inputs."""
 
     labels: list[str]
     """The names of the network's outputs."""
@@ -47,25 +47,26 @@ class Preparation:
     rows: int
     """The number of training samples."""
     k: int
-    """The number of labels that are predicted."""
+    """The number of labels to predict."""
     columns: Columns | None = None
-    """The columns of the table, if the samples come from one."""
+    """The columns of the table, if the samples come from a table."""
     words: list[str] = field(default_factory=list)
-    """The words that are inputs."""
+    """The words that are used as inputs."""
     pairs: list[str] = field(default_factory=list)
-    """The pairs of consecutive words that are inputs. A space separates the words of a pair."""
+    """The pairs of consecutive words that are used as inputs. A space separates the words of a pair."""
     pieces: list[str] = field(default_factory=list)
-    """The character n-grams that are inputs, including punctuation. A space marks a word's start or end."""
+    """The character n-grams that are used as inputs. They may include punctuation. A space marks the start or
+    the end of a word."""
     idf: list[float] = field(default_factory=list)
     """The inverse document frequencies of all words, pairs and character n-grams."""
     features: list[int] = field(default_factory=list)
-    """The feature columns that are inputs."""
+    """The indices of the feature columns that are used as inputs."""
     means: list[float] = field(default_factory=list)
-    """The mean that is subtracted from each of these features; 0 for sparse features."""
+    """The mean of each of these features, which is subtracted first. It is 0 for sparse features."""
     scales: list[float] = field(default_factory=list)
-    """The scale that each of these features is then divided by."""
+    """The scale of each of these features, by which the difference is divided."""
     digest: str = ""
-    """Identifies the training and validation samples of the run; see `samples.digest`."""
+    """A hash of the training and validation samples of the run (see `samples.digest`)."""
 
     @property
     def inputs(self) -> int:
@@ -78,10 +79,10 @@ class Preparation:
         return sum(self.counts) / self.rows
 
     def apply(self, rows: LabeledRows) -> Prepared:
-        """Compute the inputs of samples.
+        """Convert samples to network inputs.
 
-        Texts become TF-IDF vectors of norm 1, the numbers of a table are standardized, and sparse features
-        are scaled to norm 1.
+        Texts become TF-IDF vectors of norm 1, numeric columns of a table are standardized, and sparse feature
+        vectors are scaled to norm 1.
         """
         blocks, unknown, empty = list[Matrix](), 0, 0
         for some in _slices(len(rows), rows.texts):
@@ -91,7 +92,7 @@ class Preparation:
         return Prepared(stacked(blocks, self.inputs), unknown, empty)
 
     def apply_to_many(self, rows: LabeledRows) -> "Matrix | LaterInputs":
-        """Compute the inputs of training samples, or compute them per batch if they need too much memory."""
+        """Convert training samples to inputs, per batch if all at once would need too much memory."""
         if self.idf:
             some = next(_slices(len(rows), rows.texts))
             first = self._apply(rows.take(np.arange(some.stop))).inputs
@@ -100,7 +101,7 @@ class Preparation:
         return self.apply(rows).inputs
 
     def _apply(self, rows: LabeledRows) -> Prepared:
-        """Compute the inputs of a few samples. This creates several temporary copies."""
+        """Convert a few samples to inputs. This function allocates multiple temporary copies."""
         blocks = []
         if self.idf:
             assert rows.texts is not None
@@ -117,12 +118,12 @@ class Preparation:
         inputs = sparse.csr_array(sparse.hstack(blocks, format="csr"), dtype=np.float32)
         inputs.eliminate_zeros()
         inputs.sort_indices()
-        # If every number of a sample is the mean, all its inputs are 0, but they are not unknown.
+        # A sample whose numbers all equal the means has only zero inputs, but its features are known.
         empty = 0 if self.columns is not None and self.features else int((np.diff(inputs.indptr) == 0).sum())
         return Prepared(inputs, unknown, empty)
 
     def _of_texts(self, texts: Sequence[str]) -> Matrix:
-        """Compute TF-IDF with logarithmic term frequencies and a fixed share of the norm per kind of term."""
+        """Compute TF-IDF vectors with logarithmic term frequencies. `WEIGHTS` has the norm of each kind."""
         blocks = [
             weight * _normalized(_tf(_known_terms(found, places)) @ sparse.diags_array(idf))
             for found, (places, idf), weight in zip(_all_terms(texts), self._known, WEIGHTS, strict=True)
@@ -131,7 +132,7 @@ class Preparation:
 
     @cached_property
     def _known(self) -> list[tuple[dict[str, int], npt.NDArray[np.float64]]]:
-        """The index of each term and the weights of all terms, for words, pairs and character n-grams."""
+        """The indices and the IDF of all terms, separately for words, pairs and character n-grams."""
         kinds = (self.words, self.pairs, self.pieces)
         weights = np.split(np.array(self.idf), np.cumsum([len(terms) for terms in kinds])[:-1])
         return [
@@ -145,10 +146,9 @@ class Preparation:
 
 
 class LaterInputs:
-    """The inputs of many texts, which are computed for each batch.
+    """The inputs of many texts, computed for each batch because together they may not fit in memory.
 
-    All of them together may not fit in memory: a text has about three terms per character, and each term
-    takes eight bytes.
+    A text has about three terms per character, and each term takes eight bytes.
 
     Args:
         preparation: The preparation.
@@ -165,7 +165,7 @@ class LaterInputs:
 
 
 def _slices(rows: int, texts: Sequence[str] | None) -> Iterator[slice]:
-    """Split samples into parts whose temporary copies fit in memory."""
+    """Split samples into chunks whose temporary copies fit in memory."""
     start = letters = 0
     for row in range(rows):
         letters += 0 if texts is None else len(texts[row])
@@ -177,7 +177,7 @@ def _slices(rows: int, texts: Sequence[str] | None) -> Iterator[slice]:
 
 
 def continued(earlier: Preparation, rows: LabeledRows, k: int) -> Preparation:
-    """Return the preparation of an earlier run, with its labels extended by those of new samples."""
+    """Return the preparation of an earlier run, with added labels and the label counts of the new samples."""
     counts = np.bincount(rows.labels.indices, minlength=len(rows.names)).tolist()
     return dataclasses.replace(earlier, labels=rows.names, counts=counts, rows=len(rows), k=k)
 
@@ -189,15 +189,15 @@ def fit(
     more: LabeledRows | None = None,
     rare: bool = False,
 ) -> Preparation:
-    """Fit the inputs and the labels on training samples.
+    """Determine the inputs and the labels from the training samples.
 
     Args:
         training: The training samples.
-        columns: The columns of the table that they come from, if any.
+        columns: The columns of the table that the samples come from, if any.
         k: The number of labels to predict.
-        more: Additional samples that determine the inputs together with the training samples.
-        rare: Whether to give rare sparse features more weight, multiplying each feature by the square root of
-            its inverse document frequency.
+        more: Additional samples that are used to determine the inputs, but not the labels.
+        rare: Whether to give more weight to rare sparse features, by multiplying each feature by the square
+            root of its inverse document frequency.
 
     Returns:
         The preparation. Samples without features or words raise `BadInput`.
@@ -237,7 +237,7 @@ def fit(
 
 
 def _largest(parts: Sequence[Matrix], columns: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the largest absolute value in each column. `columns` are all columns that have entries."""
+    """Return the largest absolute value in each column. `columns` must include all columns with entries."""
     found = np.zeros(len(columns), dtype=np.float32)
     for part in parts:
         for start in range(0, part.nnz, _ENTRIES):
@@ -249,7 +249,7 @@ def _largest(parts: Sequence[Matrix], columns: npt.NDArray[Any]) -> npt.NDArray[
 def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
     """Select columns, which must be in increasing order.
 
-    This function exists because SciPy's indexing would allocate memory for every possible column.
+    Unlike SciPy's indexing, this function does not allocate memory for every possible column.
     """
     place = np.searchsorted(columns, matrix.indices)
     found = columns[np.minimum(place, len(columns) - 1)] == matrix.indices
@@ -259,14 +259,16 @@ def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
 
 
 def stored(run: Path) -> Preparation:
-    """Load the preparation of a run; raise `BadInput` if the file is damaged."""
+    """Load the preparation of a run. A damaged file raises `BadInput`."""
     path = run / FILE
     found = read_record(path, Preparation)
     for several in (("labels", "counts"), ("features", "means", "scales")):
         lengths = [len(getattr(found, name)) for name in several]
         if len(set(lengths)) > 1:
             names = ", ".join(f"`{name}`" for name in several)
-            raise BadInput(f"`{path}` is damaged: {names} must have equal lengths, but they are {lengths}.")
+            raise BadInput(
+                f"`{path}` is damaged: {names} must have the same length, but their lengths are {lengths}."
+            )
     for name in ("labels", "words", "pairs", "pieces"):
         if len(set(getattr(found, name))) < len(getattr(found, name)):
             raise BadInput(f"`{path}` is damaged: `{name}` contains a duplicate.")
@@ -274,7 +276,7 @@ def stored(run: Path) -> Preparation:
     if terms != len(found.idf):
         raise BadInput(f"`{path}` is damaged: it has {terms} terms, but {len(found.idf)} values of `idf`.")
     if terms and found.columns is None:
-        raise BadInput(f"`{path}` is damaged: it has words, but not the `columns` they come from.")
+        raise BadInput(f"`{path}` is damaged: it has words, but not the `columns` that they come from.")
     if not found.inputs or found.rows < 1 or len(found.labels) < 2 or not 1 <= found.k < len(found.labels):
         sizes = f"{found.inputs} inputs, {found.rows} samples, {len(found.labels)} labels and k = {found.k}"
         raise BadInput(f"`{path}` is damaged: it has {sizes}.")
@@ -282,7 +284,7 @@ def stored(run: Path) -> Preparation:
 
 
 def _normalized(rows: Matrix) -> Matrix:
-    """Scale each row to norm 1; rows of zeros are unchanged."""
+    """Scale each row to norm 1. Rows of zeros remain unchanged."""
     length = np.sqrt(rows.multiply(rows).sum(axis=1))
     return sparse.csr_array(sparse.diags_array(1 / np.where(length > 0, length, 1)) @ rows)
 
@@ -292,27 +294,28 @@ _WORD = re.compile(r"\w+")
 PIECES = (2, 3, 4)
 """The lengths of the character n-grams.
 
-They let different forms of a word share features, including forms that do not occur in the training texts.
+With these n-grams, different forms of a word share features, including forms that do not occur in the
+training texts.
 """
 WEIGHTS = (1.0, 0.5, 1.0)
-"""The norms to which the features of words, pairs and character n-grams are scaled, before the whole vector
-is scaled to norm 1.
+"""The norms of the features of words, of pairs and of character n-grams. The whole vector is then scaled to
+norm 1.
 
-Pairs are numerous, so without fixed norms they would outweigh the words in long texts.
+Without fixed norms, the numerous pairs would outweigh the words in long texts.
 """
 
 
 class _Terms(NamedTuple):
-    """The terms of one kind in texts."""
+    """The terms of one kind (words, pairs or character n-grams) in a list of texts."""
 
     counts: Matrix
-    """CSR (texts, terms), without duplicates."""
+    """CSR (texts, terms), the number of occurrences of each term in each text, without duplicate entries."""
     names: Callable[[npt.NDArray[np.int64]], list[str]]
-    """Returns the names of the given columns."""
+    """Returns the terms in the given columns of `counts`."""
     least: int
-    """The minimum number of training texts in which a term of this kind must occur to become an input."""
+    """The minimum number of training texts that must contain a term for it to become an input."""
     keys: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-    """For pairs, the first word's index times the number of words, plus the second word's index."""
+    """For each pair, the first word's index times the number of words, plus the second word's index."""
 
 
 def _all_terms(texts: Sequence[str]) -> tuple[_Terms, _Terms, _Terms]:
@@ -325,7 +328,7 @@ def _all_terms(texts: Sequence[str]) -> tuple[_Terms, _Terms, _Terms]:
         first, second = np.divmod(keys[columns], max(1, len(words)))
         return [f"{words[a]} {words[b]}" for a, b in zip(first.tolist(), second.tolist(), strict=True)]
 
-    # Pieces include punctuation. Each distinct string between spaces is split only once.
+    # Character n-grams include punctuation. Each distinct string between spaces is processed only once.
     strings, string_row, string_ids = _numbered(text.lower().split() for text in texts)
     pieces, of_string, piece_ids = _numbered(map(_pieces, strings))
     cut = _counted(of_string, piece_ids, (len(strings), len(pieces)))
@@ -340,7 +343,7 @@ def _all_terms(texts: Sequence[str]) -> tuple[_Terms, _Terms, _Terms]:
 def _numbered(lists: Iterable[list[str]]) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the distinct strings and, for each occurrence, the index of its list and of its string."""
     place: defaultdict[str, int] = defaultdict()
-    place.default_factory = place.__len__  # a new string gets the next number
+    place.default_factory = place.__len__  # a new string gets the next index
     ids, lengths = array("q"), array("q")
     for strings in lists:
         ids.extend(map(place.__getitem__, strings))
@@ -360,7 +363,7 @@ def _counted(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int
 
 
 def _pieces(word: str) -> list[str]:
-    """Return the character n-grams of a word with a space before and after it. `PIECES` has the lengths.
+    """Return the character n-grams of a word with a space before and after it, for all lengths in `PIECES`.
 
     >>> _pieces("cat")
     [' c', 'ca', 'at', 't ', ' ca', 'cat', 'at ', ' cat', 'cat ']
@@ -370,13 +373,13 @@ def _pieces(word: str) -> list[str]:
 
 
 def _tf(counts: Matrix) -> Matrix:
-    """Return the logarithmic term frequency 1 + log(count)."""
+    """Replace the counts in place with logarithmic term frequencies, 1 + log(count)."""
     counts.data = 1 + np.log(counts.data)
     return counts
 
 
 def _known_terms(terms: _Terms, place: Mapping[str, int]) -> Matrix:
-    """Return the counts of known terms, CSR (texts, known). `place` gives the column of each term."""
+    """Return the counts of known terms, CSR (texts, known). `place` maps each known term to its column."""
     names = terms.names(np.arange(terms.counts.shape[1]))
     to = np.array([place.get(name, -1) for name in names], dtype=np.int64)
     there = to[terms.counts.indices]
@@ -394,7 +397,7 @@ def _idf(frequency: npt.NDArray[Any], count: int) -> npt.NDArray[np.float64]:
 class _Frequencies:
     """The number of texts that contain each term of one kind, accumulated over blocks of texts.
 
-    Terms are in the order of their first occurrence.
+    The terms are in order of first occurrence.
     """
 
     def __init__(self) -> None:
@@ -403,7 +406,7 @@ class _Frequencies:
         self.least = 1
 
     def add(self, terms: _Terms) -> None:
-        """Add the terms of more texts."""
+        """Add the terms of additional texts."""
         frequency = _frequency(terms)
         names = terms.names(np.arange(len(frequency)))
         for name, count in zip(names, frequency.tolist(), strict=True):
@@ -415,18 +418,18 @@ class _Frequencies:
         self.least = terms.least
 
     def result(self) -> tuple[npt.NDArray[np.int64], Callable[[npt.NDArray[np.int64]], list[str]]]:
-        """Return the frequency of each term, and a function that returns the names of given terms."""
+        """Return the frequency of each term, and a function that maps indices to terms."""
         return np.array(self._counts, dtype=np.int64), _picker(list(self._place))
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the indices of names that were added."""
+        """Return the indices of terms that have been added."""
         return np.array([self._place[name] for name in names], dtype=np.int64)
 
 
 class _PairFrequencies:
     """Like `_Frequencies`, but for pairs of words, which are sorted by the indices of their words.
 
-    There are so many pairs that they are stored as integers.
+    Pairs are stored as integers to save memory, because there are many of them.
     """
 
     def __init__(self, words: _Frequencies) -> None:
@@ -434,7 +437,7 @@ class _PairFrequencies:
         self._keys, self._counts = (np.empty(0, dtype=np.int64) for _ in range(2))
 
     def add(self, words: _Terms, pairs: _Terms) -> None:
-        """Add the pairs of more texts, whose words must already have been added."""
+        """Add the pairs of additional texts, whose words must already have been added."""
         to = self._words.places(words.names(np.arange(words.counts.shape[1])))
         first, second = np.divmod(pairs.keys, max(1, len(to)))
         keys, place = np.unique(
@@ -447,7 +450,7 @@ class _PairFrequencies:
         self.least = pairs.least
 
     def result(self) -> tuple[npt.NDArray[np.int64], Callable[[npt.NDArray[np.int64]], list[str]]]:
-        """Return the frequency of each pair, and a function that returns the names of given pairs."""
+        """Return the frequency of each pair, and a function that maps indices to pairs."""
 
         def names(columns: npt.NDArray[np.int64]) -> list[str]:
             _, word = self._words.result()
@@ -463,7 +466,7 @@ def _frequency(terms: _Terms) -> npt.NDArray[np.int64]:
 
 
 def _fit_texts(texts: list[str]) -> tuple[tuple[list[str], list[str], list[str]], list[float]]:
-    """Return the words, pairs and character n-grams that become inputs, and their IDF weights."""
+    """Select the words, pairs and character n-grams that become inputs, and compute their IDF weights."""
     words, pieces = _Frequencies(), _Frequencies()
     pairs = _PairFrequencies(words)
     for some in _slices(len(texts), texts):

@@ -1,4 +1,4 @@
-"""Trained multi-label runs in other programs: `load_run` in Python, and `torchlml export` elsewhere."""
+"""Use of trained multi-label runs in other programs, with `load_run` (in Python) or `torchlml export`."""
 
 import importlib.util
 import json
@@ -28,14 +28,15 @@ SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 
 
 class LabelModel:
-    """A trained multi-label run, which predicts the labels of new samples. `load_run` creates it.
+    """A trained multi-label model that predicts the labels of new samples. Create it with `load_run`.
 
         model = load_run("runs/tags")
         model.predict(["merge two dataframes by a column"])  # [["python", "pandas"]]
 
-    Samples are a list of texts, a table (a pandas DataFrame, a mapping from column names to values, or a list
-    of mappings), the path of a file, or a SciPy sparse matrix for a run on sparse features. A table has the
-    columns of the training file, without the labels. Invalid samples raise `ValueError`.
+    Samples can be a list of texts, a table (a pandas DataFrame, a mapping from column names to values, or a
+    list of mappings) or the `pathlib.Path` of a file. If the run was trained on sparse features, they can be
+    a SciPy sparse matrix or a path. A table must have the columns of the training file, but needs no labels.
+    Invalid samples raise `ValueError`.
 
     Args:
         trained: The run.
@@ -56,7 +57,7 @@ class LabelModel:
 
     @property
     def rule(self) -> RuleName:
-        """The rule with the best sets on the validation samples."""
+        """The rule that chose the best label sets on the validation samples."""
         return self._trained.decisions.rule
 
     def predict(self, samples: Any, rule: RuleName | Literal["auto"] = "auto") -> list[list[str]]:
@@ -64,8 +65,9 @@ class LabelModel:
 
         Args:
             samples: The samples.
-            rule: `top-k`, `half` (p > 0.5), `threshold` (fitted on validation samples), `count` (a
-                number predicted for each sample), or `auto`, the rule of the run.
+            rule: The rule that chooses the labels: `top-k`, `half` (p > 0.5), `threshold` (p above a
+                threshold fitted on the validation samples), `count` (a number predicted for each sample), or
+                `auto` (the rule of the run).
 
         Returns:
             A list of label names for each sample, which may be empty.
@@ -76,7 +78,7 @@ class LabelModel:
         return [row.labels for row in decided_labels(self._trained, self.inputs(samples), chosen)]
 
     def predict_proba(self, samples: Any) -> npt.NDArray[np.float32]:
-        """Predict the probability of each label: (samples, labels). With the loss `lml`, rows sum to `k`."""
+        """Return the probability of each label, (samples, labels). Rows sum to `k` unless the loss is bce."""
         inputs = self.inputs(samples)
         found = np.empty((inputs.shape[0], len(self._trained.preparation.labels)), dtype=np.float32)
         for logits, part in self._trained.scores(inputs):
@@ -110,7 +112,7 @@ class LabelModel:
         if isinstance(samples, Sequence) and all(isinstance(one, str) for one in samples):
             if columns.numbers:
                 raise BadInput(f"`samples` must be {self._wanted}, but it is a list of texts.")
-            # The model joins all texts of a sample, so they can be passed as one text.
+            # The model joins all texts of a sample, so each given text can be assigned to the first column.
             samples = {
                 name: [*samples] if place == 0 else [""] * len(samples)
                 for place, name in enumerate(columns.texts)
@@ -135,7 +137,7 @@ class LabelModel:
 
 
 def load_run(path: str | os.PathLike[str]) -> LabelModel:
-    """Load a run created with `torchlml train multilabel`, for prediction in Python.
+    """Load a run created with `torchlml train multilabel`, to make predictions in Python.
 
     Args:
         path: The run directory.
@@ -163,7 +165,7 @@ def _described(samples: Any) -> str:
 
 
 class Program(nn.Module):
-    """The computation that is exported: from the inputs of the network to the probabilities.
+    """The module that is exported, which maps the inputs of the network to probabilities.
 
     Args:
         trained: The run.
@@ -184,7 +186,7 @@ class Program(nn.Module):
 
 
 def main(settings: ExportSettings) -> None:
-    """Write the model of a run to a file."""
+    """Export the model of a run to a file."""
     out = settings.out or settings.run / f"model{SUFFIXES[settings.format]}"
     check_file("--out", out)
     if not out.parent.is_dir():
@@ -208,7 +210,7 @@ def main(settings: ExportSettings) -> None:
 
 
 def export(trained: TrainedLabels, kind: Literal["onnx", "torch"], path: Path) -> None:
-    """Write the network of a run, with its calibration and the names of its labels.
+    """Export the model of a run, with its calibration and its label names.
 
     Args:
         trained: The run.

@@ -46,7 +46,7 @@ from torchlml_lab.multilabel.samples import (
 )
 from torchlml_lab.multilabel.settings import RULES, EvaluateSettings, LossName, MultilabelSettings, RuleName
 
-ENTRIES = 2**21  # enough logits to choose a temperature
+ENTRIES = 2**21  # the number of logits that are used for calibration
 TEMPERATURES = torch.logspace(-1, 1, 41).tolist()
 
 
@@ -57,7 +57,7 @@ def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -
         logits: (R, n).
         observed: bool (R, n), the labels of each row.
         loss: The training loss.
-        k: The number of labels that are predicted.
+        k: The number of labels to predict.
 
     Returns:
         The best of 41 temperatures from 0.1 to 10.
@@ -84,9 +84,9 @@ def calibrate(trained: TrainedLabels, rows: LabeledRows) -> tuple[float, Decisio
 VALIDATION = "validation samples"
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
-FEWEST = 20  # the minimum number of labels in a plotted bin, because smaller bins are too noisy
-MOST_SCORES = 2**27  # the maximum number stored to compute average precisions (512 MB)
-IN_REPORT = 20  # the maximum number of labels in the report; the CSV file contains all of them
+FEWEST = 20  # bins with fewer labels are not plotted, because they are too noisy
+MOST_SCORES = 2**27  # the maximum number of scores stored for computing average precisions (512 MB)
+IN_REPORT = 20  # the maximum number of labels in the report; the CSV file contains all labels
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,15 @@ class Report:
     """A description of the samples, for example "validation samples"."""
     measures: dict[str, float]
     popular: dict[str, float]
-    """The same metrics for always predicting the most frequent labels."""
+    """The same metrics for a baseline that always predicts the most frequent labels."""
     recalls: dict[int, float]
-    """The recall of the run for more values of k."""
+    """Recall@k of the run for each k in `CURVE`, for the plot."""
     popular_recalls: dict[int, float]
     calibration: list[tuple[float, float, int]]
-    """For each tenth of the probability range: mean probability, share of correct labels, label count."""
+    """The mean probability, the share of correct labels and the label count of each bin. The bins divide the
+    range from 0 to 1 into tenths."""
     calibration_error: float
-    """The mean of |mean probability - share of correct labels| over these tenths, weighted by label count."""
+    """The mean of |mean probability - share of correct labels| over the bins, weighted by label count."""
     top_calibration_error: float
     """The calibration error of the top k labels of each sample."""
     rule: RuleName
@@ -115,7 +116,7 @@ class Report:
     """The metrics of each label under the rule of the run, most frequent first."""
 
     def tables(self) -> tuple[Table, Table]:
-        """Tabulate the ranking metrics of the run and the baseline, and the set metrics of each rule."""
+        """Return a table of the ranking metrics and a table of the set metrics."""
         return self._ranking_table(), self._set_table()
 
     def _set_table(self) -> Table:
@@ -143,7 +144,7 @@ class Report:
         return table
 
     def page(self, trained: TrainedLabels) -> str:
-        """Return the report as Markdown, with the conclusion first."""
+        """Return the report as Markdown."""
         ks = sorted({int(name.partition("@")[2]) for name in self.measures})
         settings, prepared = trained.settings, trained.preparation
         lines = [
@@ -174,7 +175,7 @@ class Report:
                 *lines,
                 "",
                 "- **P@k**: share of the top k labels that are correct.",
-                "- **nDCG@k**: the same, with more weight on the first ranks.",
+                "- **nDCG@k**: like P@k, but normalized and with more weight on the first ranks.",
                 "- **PSP@k**: propensity-scored precision, where rare labels have more weight.",
                 "- **R@k**: share of a sample's labels that are among the top k.",
                 "",
@@ -192,7 +193,7 @@ class Report:
         lines = [
             "## Sets",
             "",
-            f"**The rule `{self.rule}` gives a micro-F1 of {100 * own.micro_f1:.1f}%, and "
+            f"**The rule `{self.rule}` reaches a micro-F1 of {100 * own.micro_f1:.1f}%, and "
             f"{100 * own.exact:.1f}% of the sets are exactly right.** It is the best rule on the validation "
             "samples by the mean of the two values. `torchlml predict --rule auto` uses it.",
             "",
@@ -217,9 +218,9 @@ class Report:
         lines = [
             "## Labels",
             "",
-            f"Precision and recall are those of the rule `{self.rule}`, and AP is the average precision of "
-            "the samples ranked by the probability of the label. All are in percent. "
-            f"The file `labels.csv` has all {len(self.labels)} labels.",
+            f"Precision and recall are those of the rule `{self.rule}`. AP is the average precision when all "
+            "samples are ranked by the probability of the label. All values are in percent. "
+            f"The file `labels.csv` contains all {len(self.labels)} labels.",
             "",
             "| label | samples | chosen | precision | recall | AP |",
             "| --- | --- | --- | --- | --- | --- |",
@@ -232,7 +233,10 @@ class Report:
 
 
 def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) -> None:
-    """Evaluate a finished run on its test (or else validation) samples; print and write the report."""
+    """Calibrate a finished run and evaluate it, then print and write the report.
+
+    The run is evaluated on its test samples or, if it has none, on its validation samples.
+    """
     temperature, decided = calibrate(trained.for_validation(), data.validation)
     trained = trained._replace(temperature=temperature, decisions=decided)
     fitted = {"temperature": temperature, "decisions": asdict(decided)}
@@ -255,8 +259,8 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabeledRows, what: str) -
 
     Args:
         trained: The run.
-        inputs: The samples, prepared for the run.
-        rows: The same samples; their labels start with those of the run, in the same order.
+        inputs: The network inputs of the samples.
+        rows: The same samples. The first labels in `rows.names` must be those of the run, in the same order.
         what: A description of the samples, for titles.
     """
     prepared = trained.preparation
@@ -331,8 +335,8 @@ def write(report: Report, trained: TrainedLabels, folder: Path, console: Console
     with replacing(folder / "report.md") as temporary:
         temporary.write_text(report.page(trained), encoding="utf-8")
     console.print(
-        f"The report is {folder / 'report.md'}, its plots are in {folder / 'report.png'}, and the metrics "
-        f"for each label are in {folder / 'labels.csv'}.",
+        f"The report is in {folder / 'report.md'}, its plots are in {folder / 'report.png'}, and the metrics "
+        f"of each label are in {folder / 'labels.csv'}.",
         soft_wrap=True,
     )
 
@@ -342,7 +346,7 @@ def _by_k(recalls: dict[str, Tensor], ks: Sequence[int]) -> dict[int, float]:
 
 
 def _binned(probabilities: Tensor, right: Tensor) -> Tensor:
-    """Return, for each tenth of the probability range: sum of probabilities, correct labels, label count."""
+    """Return the sum of probabilities, the number of correct labels and the label count of each bin."""
     values = probabilities.flatten().double()
     place = (values * BINS).long().clamp(max=BINS - 1)
     return torch.stack(
@@ -378,7 +382,7 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabeledRo
             raise BadInput("`--data-labels` requires `--data`.")
         moved = {name: getattr(settings, name) for name in ("train", "valid", "test")}
         stored = run_directory.read_moved(MultilabelSettings, settings.run, moved)
-        data = read(replace(stored, out=settings.run))  # the run may also have moved
+        data = read(replace(stored, out=settings.run))  # the run directory may also have moved
         known, found = trained.preparation, data.training
         if (len(found), found.names) != (known.rows, known.labels):
             renamed = found.names != known.labels and len(found.names) == len(known.labels)

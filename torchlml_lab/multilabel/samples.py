@@ -1,4 +1,4 @@
-"""The samples of a run: read from one or several files, validated, split, and converted to batches."""
+"""Reading, validation and splitting of the samples of a run, and their conversion to batches."""
 
 import glob
 import hashlib
@@ -35,12 +35,12 @@ from torchlml_lab.multilabel.settings import MultilabelSettings
 FEWEST = 10  # the minimum number of labeled samples for training
 EMBEDDINGS = "embeddings.npz"  # in the run directory
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-_HASHED = 2**20  # entries that are hashed at once
-SPLIT_SEED = 1234  # fixed, so that every seed has the same validation samples
+_HASHED = 2**20  # the number of array entries that are hashed at once
+SPLIT_SEED = 1234  # independent of `--seed`, so that all runs have the same validation samples
 
 
 Paths = Path | tuple[Path, ...]
-"""The value of an option: files, directories or patterns."""
+"""The value of an option: files, directories or glob patterns."""
 
 
 def is_table(path: Path) -> bool:
@@ -49,34 +49,35 @@ def is_table(path: Path) -> bool:
 
 
 def files_of(given: Paths, option: str) -> list[Path]:
-    """List the files that an option names, in alphabetical order within a directory or a pattern.
+    """List the files that are given as the value of an option.
 
     Args:
         given: Files, directories (all files in them), and patterns like `part-*.csv`.
-        option: The option, for error messages.
+        option: The name of the option, for error messages.
 
     Returns:
-        At least one file. A pattern without a match, an empty directory or a repeated file raises `BadInput`.
+        At least one file. The files of a directory or a pattern are in alphabetical order. An empty
+        directory, a pattern without a match or a repeated file raises `BadInput`.
     """
     found = list[Path]()
     for path in _all(given):
         if path.is_dir():
             inside = sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
             if not inside:
-                raise BadInput(f"`{option}` names the directory `{path}`, which contains no files.")
+                raise BadInput(f"The directory `{path}` (`{option}`) contains no files.")
         elif path.exists() or not glob.has_magic(str(path)):
             inside = [path]  # a missing file is reported when it is read
         else:
             matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
             inside = [one for one in matches if one.is_file()]
             if not inside:
-                raise BadInput(f"`{option}` names `{path}`, which matches no files.")
+                raise BadInput(f"`{path}` (`{option}`) matches no files.")
         found += inside
     if not found:
-        raise BadInput(f"`{option}` must name at least one file.")
+        raise BadInput(f"`{option}` requires at least one file.")
     twice = next((path for place, path in enumerate(found) if path in found[:place]), None)
     if twice is not None:
-        raise BadInput(f"`{option}` names `{twice}` twice.")
+        raise BadInput(f"`{option}` contains `{twice}` twice.")
     return found
 
 
@@ -97,7 +98,7 @@ def in_words(given: Paths | None) -> str:
 
 
 def short_name(given: Paths) -> str:
-    """Return the name of the data for a table of results: the name of the first file without its suffixes."""
+    """Return the name of the first file without its suffixes, to identify the data in a table of results."""
     return _all(given)[0].name.partition(".")[0]
 
 
@@ -115,18 +116,18 @@ def read_samples(
     label_names: Path | None = None,
     labeled: bool = True,
 ) -> tuple[LabeledRows, Columns | None]:
-    """Read the samples of all files that an option names, each with `read_labeled`.
+    """Read the samples in all files given as the value of an option.
 
     Args:
         given: The files. All of them must have the same format and the same columns.
-        option: The option that named them, for error messages.
-        columns: The known roles of the columns of tables. All other roles are detected in the first file.
-        labels: The files of sparse labels for `.npz` files, in the same order.
+        option: The name of the option, for error messages.
+        columns: The known roles of the columns of a table. All other roles are detected from the first file.
+        labels: If the files are `.npz` files, the files with their sparse labels, in the same order.
         label_names: A file with the names of numbered labels.
         labeled: Whether labels are required.
 
     Returns:
-        The samples in the order of the files, and the columns of tables. Invalid input raises `BadInput`.
+        The samples in the order of the files and, for tables, the columns. Invalid input raises `BadInput`.
     """
     files = files_of(given, option)
     label_files: Sequence[Path | None] = [None] * len(files)
@@ -134,13 +135,13 @@ def read_samples(
         label_files = files_of(labels, f"{option}-labels")
         if len(label_files) != len(files):
             raise BadInput(
-                f"`{option}-labels` must name as many files as `{option}` ({len(files)}), but it names "
+                f"`{option}-labels` must contain as many files as `{option}` ({len(files)}), but it contains "
                 f"{len(label_files)}."
             )
     tables = is_table(files[0])
     if len(files) > 1:
         _check_formats(files, option, columns, labeled)
-    # Numbered labels are named last, because they are first sorted by number.
+    # With several files, numbered labels are merged in numerical order before they are named.
     early = label_names if tables or len(files) == 1 else None
     parts = list[LabeledRows]()
     for path, its_labels in zip(files, label_files, strict=True):
@@ -154,7 +155,7 @@ def read_samples(
 
 
 def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, labeled: bool) -> None:
-    """Raise `BadInput` if files differ in their format, their columns, or their numbers of features."""
+    """Raise `BadInput` if the files differ in their format, their columns or their number of features."""
     first = files[0]
     for path in files[1:]:
         if _format(path) != _format(first):
@@ -190,7 +191,7 @@ def _format(path: Path) -> str:
 
 
 def _joined(parts: list[LabeledRows]) -> LabeledRows:
-    """Join samples, with the union of their labels. The list is emptied in the process, to save memory."""
+    """Concatenate samples, with the union of their labels. `parts` is cleared to save memory."""
     names = label_order({name for part in parts for name in part.names})
     width = max(part.features.shape[1] for part in parts)
     texts = None if parts[0].texts is None else [text for part in parts for text in part.texts or ()]
@@ -210,33 +211,36 @@ def read_labeled(
     label_names: Path | None = None,
     labeled: bool = True,
 ) -> tuple[LabeledRows, Columns | None]:
-    """Read samples with their labels.
+    """Read the samples in a file.
 
     Args:
-        path: `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson` and `*.parquet` are tables, `*.npz` are sparse features,
-            and any other file is svmlight or the text format of the extreme classification repository. Text
-            may be gzipped.
-        option: The command-line option that gave the path, for error messages.
+        path: The file. `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson` and `*.parquet` are tables, and `*.npz` are
+            sparse features. Any other file is read as svmlight, or as the text format of the extreme
+            classification repository. Text files may be gzipped.
+        option: The name of the option that contains the path, for error messages.
         columns: The known roles of the columns of a table.
-        labels: The file of sparse labels for an `.npz`.
+        labels: If the file is an `.npz` file, the file with its sparse labels.
         label_names: A file with the names of numbered labels.
         labeled: Whether labels are required.
 
     Returns:
-        The samples, and the columns of a table. Invalid input raises `BadInput`.
+        The samples and, for a table, its columns. Invalid input raises `BadInput`.
     """
     if labels is not None and path.suffix != ".npz":
-        raise BadInput(f"`{option}-labels` is for `.npz` files, but `{option}` names `{path}`.")
+        raise BadInput(f"`{option}-labels` is for `.npz` files, but `{option}` is `{path}`.")
     if is_table(path):
         if label_names is not None:
             raise BadInput(f"`--label-names` is for numbered labels, but `{path}` already has label names.")
         return read_table(path, option, columns or Columns(), labeled)
     if columns is not None and columns != Columns():
-        raise BadInput(f"`{path}` is not a table, so options that name columns do not apply to it.")
+        raise BadInput(
+            f"`{path}` (`{option}`) must be a table with the required columns, but it is {_format(path)}."
+        )
     if path.suffix == ".npz":
         if labeled and labels is None:
             raise BadInput(
-                f"`{option}` names `{path}`. Pass a second `.npz` file with its labels as `{option}-labels`."
+                f"`{path}` (`{option}`) has no labels. "
+                f"Pass a second `.npz` file with the labels as `{option}-labels`."
             )
         rows = read_csr_pair(path, option, labels, f"{option}-labels")
     else:
@@ -245,7 +249,7 @@ def read_labeled(
 
 
 class Files(NamedTuple):
-    """The files of a run, with all their labels."""
+    """The samples that are read from the files of a run, before they are split."""
 
     train: LabeledRows
     valid: LabeledRows | None
@@ -256,7 +260,7 @@ class Files(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The splits of a run; their label lists start with the labels of the training file."""
+    """The training, validation and test samples of a run. Their first labels are those of `--train`."""
 
     training: LabeledRows
     validation: LabeledRows
@@ -269,19 +273,19 @@ class Data(NamedTuple):
 
 
 def read(settings: MultilabelSettings) -> Data:
-    """Read the training, validation and test samples; raise `BadInput` if a file cannot be used."""
+    """Read the training, validation and test samples. Invalid files raise `BadInput`."""
     return split(settings, read_files(settings))
 
 
 def split(settings: MultilabelSettings, files: Files) -> Data:
-    """Hold out validation samples if there is no validation file, and apply `keep` to the training labels."""
+    """Apply `--keep` to the training labels and, without a validation file, hold out validation samples."""
     rows = replace(files.train, labels=kept_labels(files.train.labels, settings.keep, settings.seed))
     training, validation = set_aside(rows) if files.valid is None else (rows, files.valid)
     return Data(training, validation, files.test, files.columns, files.notes, files.encoder)
 
 
 def read_files(settings: MultilabelSettings) -> Files:
-    """Read all files of a run; raise `BadInput` if one cannot be used."""
+    """Read all files of a run. Invalid files raise `BadInput`."""
     assert settings.train is not None
     source = in_words(settings.train)
     known = Columns(settings.texts, settings.numbers, settings.labels, settings.separator)
@@ -309,7 +313,7 @@ def read_files(settings: MultilabelSettings) -> Files:
     if bare:
         notes.append(
             f"`{source}`: {bare} of {len(rows)} samples {'has' if bare == 1 else 'have'} no features and no "
-            "words. Only the label frequencies are learned from such samples."
+            "words. The model can learn only label frequencies from such samples."
         )
     labeled = int((rows.counts > 0).sum())
     if labeled < FEWEST:
@@ -339,7 +343,7 @@ def read_files(settings: MultilabelSettings) -> Files:
 
 
 def _encoded(files: Files, settings: MultilabelSettings) -> Files:
-    """Replace all texts with embeddings. Those stored in an existing run directory are reused."""
+    """Replace all texts with embeddings, reusing those that are stored in the run directory."""
     assert settings.encoder is not None
     encoder = Encoder(settings.encoder, (settings.resume or settings.out) / EMBEDDINGS)
     train, valid, test = (
@@ -360,9 +364,10 @@ def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[La
 
 
 def keeps_unlabeled(settings: MultilabelSettings, columns: Columns | None) -> bool:
-    """Whether samples without labels are examples to which no label applies.
+    """Whether samples without labels are kept, as examples to which no label applies.
 
-    In columns of 0s and 1s, a row of zeros means this. In other files, the labels may simply be missing.
+    If every label has its own column of 0s and 1s, no label applies to a row of zeros. In other files, the
+    labels of such a sample may simply be missing.
     """
     if settings.unlabeled == "auto":
         return columns is not None and len(columns.labels) > 1
@@ -378,10 +383,10 @@ def _checked_labels(rows: LabeledRows, source: str, keep: bool, notes: list[str]
     some = f"`{source}`: {(~there).sum()} of {len(rows)} samples {'has' if one else 'have'} no labels"
     if keep:
         examples = "is kept as an example" if one else "are kept as examples"
-        notes.append(f"{some} and {examples} that no label applies to.")
+        notes.append(f"{some} and {examples} to which no label applies.")
         return rows
     skipped = "was skipped" if one else "were skipped"
-    notes.append(f"{some} and {skipped}. Use `--unlabeled keep` to train on such samples.")
+    notes.append(f"{some} and {skipped}. Use `--unlabeled keep` to include such samples.")
     return rows.take(there)
 
 
@@ -399,7 +404,7 @@ def _blank(rows: LabeledRows) -> npt.NDArray[np.bool_]:
 
 
 def aligned(rows: LabeledRows, names: Sequence[str], source: str, notes: list[str]) -> LabeledRows:
-    """Put the labels of the training data first, and add a note if the samples have other labels."""
+    """Put the labels of the training data first. Add a note if the samples have any other labels."""
     rows = rows.with_labels(names)
     more = len(rows.names) - len(names)
     if more:
@@ -407,16 +412,16 @@ def aligned(rows: LabeledRows, names: Sequence[str], source: str, notes: list[st
         notes.append(
             f"`{source}`: {more} label{'' if one else 's'} {'does' if one else 'do'} not occur in the "
             f"training data ({'' if one else 'the first is '}`{rows.names[len(names)]}`) and cannot be "
-            f"predicted; {'it counts' if one else 'they count'} as false negatives."
+            f"predicted. {'It counts' if one else 'They count'} as false negatives."
         )
     return rows
 
 
 def set_aside(rows: LabeledRows) -> tuple[LabeledRows, LabeledRows]:
-    """Split samples into a training part and a validation part.
+    """Split samples into a training set and a validation set.
 
-    The validation part is a tenth of the samples, but at least 200, or a third of the samples if that is
-    fewer, and at most 5000. Samples with and without labels are split in the same proportion.
+    The validation set is a tenth of the samples, but at least 200 (or a third of the samples, if that is
+    fewer) and at most 5000. Samples with and without labels are split in the same proportion.
     """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
     count = min(5000, max(5, len(rows) // 10, min(200, len(rows) // 3)))
@@ -430,7 +435,7 @@ def set_aside(rows: LabeledRows) -> tuple[LabeledRows, LabeledRows]:
 
 
 def digest(data: Data) -> str:
-    """Return a hash of the training and validation samples: their order, features, texts and labels."""
+    """Return a hash of the training and validation samples, including their order."""
     found = hashlib.sha256("\0".join(data.training.names).encode())
     for rows in (data.training, data.validation):
         labels = rows.labels.sorted_indices()
@@ -445,16 +450,16 @@ def digest(data: Data) -> str:
 
 
 def kept_labels(labels: Matrix, keep: float | Literal["one"], seed: int) -> Matrix:
-    """Keep a random subset of each row's labels, resampled for every seed.
+    """Keep a random subset of each row's labels.
 
     Args:
-        labels: A CSR matrix. Rows without labels are not changed.
-        keep: The probability that a label is kept. At least one label of each row is always kept; with `one`,
-            exactly one is.
-        seed: The seed for the subset.
+        labels: CSR (rows, labels). Rows without labels are not changed.
+        keep: The probability that a label is kept. At least one label of each row is always kept. With `one`,
+            exactly one label of each row is kept.
+        seed: The seed for the random choice.
 
     Returns:
-        The kept labels.
+        The labels that are kept, CSR (rows, labels).
     """
     if keep == 1:
         return labels
@@ -471,7 +476,7 @@ def kept_labels(labels: Matrix, keep: float | Literal["one"], seed: int) -> Matr
 
 
 class Inputs(NamedTuple):
-    """Sparse rows: row i has `values[starts[i]:starts[i + 1]]` in the corresponding `columns`."""
+    """Sparse rows. Row i has the values `values[starts[i]:starts[i + 1]]` in the corresponding `columns`."""
 
     columns: Tensor
     values: Tensor
@@ -487,10 +492,10 @@ class Batch(NamedTuple):
 
 
 class Batches(Dataset[Batch]):
-    """Inputs and labels as a dataset that returns whole batches.
+    """A dataset of inputs and labels that returns whole batches.
 
     Args:
-        inputs: CSR float32 (rows, inputs), or an object that computes selected rows of it.
+        inputs: CSR float32 (rows, inputs), or an object that computes the selected rows on demand.
         labels: CSR (rows, labels).
     """
 
@@ -511,7 +516,7 @@ class Batches(Dataset[Batch]):
 
 
 def label_lists(labels: Matrix) -> Tensor:
-    """Return the labels of each row as int64 (R, L), L at least 1, padded with `PADDING`."""
+    """Return the labels of each row as int64 (R, L), padded with `PADDING`. L is at least 1."""
     counts = np.diff(labels.indptr)
     lists = np.full((len(counts), max(1, counts.max(initial=0))), PADDING, dtype=np.int64)
     lists[np.arange(lists.shape[1]) < counts[:, None]] = labels.indices

@@ -1,4 +1,4 @@
-"""`torchlml sweep multilabel`: compare losses and shares of labels kept, and tabulate the results."""
+"""`torchlml sweep multilabel`: compare losses and fractions of labels kept, and tabulate the results."""
 
 import dataclasses
 from collections import defaultdict
@@ -29,19 +29,19 @@ MEASURES = {
     "psp5": "psp@5",
     "r5": "recall@5",
 }
-"""The test columns of a record, and the names of these metrics in a run."""
+"""The fields of a record that contain test metrics, and the names of these metrics in a run."""
 
 
 @dataclass(frozen=True)
 class LabelRecord:
-    """One run: its settings, and the metrics of the epoch chosen on validation."""
+    """The settings of a run, and its metrics at the epoch with the best validation nDCG."""
 
     data: str
     """The name of the training file without its suffixes."""
     loss: str
     """The loss with its k, such as `lml-5`."""
     keep: str
-    """The share of training labels to keep, or `one` for one label per sample."""
+    """The fraction of the training labels that were kept, or `one` for one label per sample."""
     seed: int
     learning_rate: float
     best_epoch: int
@@ -59,21 +59,21 @@ TABLE = StudyTable(LabelRecord, lambda row: (row.data, row.keep, row.loss, row.l
 
 
 def tested(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the test columns of a record, rounded to their significant digits."""
+    """Return the test metrics of a record, rounded to six digits."""
     return {name: round(found[measure], 6) for name, measure in MEASURES.items()}
 
 
 def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path) -> dict[str, float]:
-    """Find the learning rate with the best mean nDCG@5 on validation for each loss.
+    """Find the learning rate with the best mean validation nDCG@5 for each loss.
 
     Args:
-        records: The records of a tuning sweep; their test metrics are not used.
-        losses: The losses to choose a rate for.
+        records: The records of a tuning sweep. Their test metrics are not used.
+        losses: The losses to choose a learning rate for.
         path: The file with the records, for error messages.
 
     Returns:
-        The learning rate by loss. `BadInput` is raised if a loss is missing, or if its rates were tried under
-        different conditions.
+        The learning rate for each loss. A loss without records, or one whose learning rates were not all
+        tried with the same data, kept labels and seeds, raises `BadInput`.
     """
     tried = [
         Tried(row.loss, (row.learning_rate,), (row.data, row.keep, row.seed), row.validation_ndcg5)
@@ -83,20 +83,20 @@ def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path
     return {loss: rate for loss, (rate,) in best.items()}
 
 
-# The sweep sets these options of a run itself.
+# The options of a run that the sweep sets itself.
 _CHOSEN = ("out", "resume", "loss", "k", "keep", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run all combinations that are not finished."""
+    """Train all combinations that have not been finished."""
     runs = grid(settings)
-    _files_of(runs[0])  # raises once for an invalid file, before any run starts
+    _files_of(runs[0])  # an invalid file raises here, before any run starts
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
     run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[MultilabelSettings]:
-    """Return the settings of every run; raise `BadInput` if one of them is invalid."""
+    """Return the settings of every run. Invalid settings raise `BadInput`."""
     check_grid(settings, settings.run, _CHOSEN, ("losses", "keeps", "seeds"))
     if settings.run.test is None:
         raise BadInput("`--run.test` is missing. A sweep compares losses on test samples.")
@@ -109,7 +109,7 @@ def grid(settings: SweepSettings) -> list[MultilabelSettings]:
 
 
 def _runs(settings: SweepSettings, rates: Mapping[str, Sequence[float]]) -> Iterator[MultilabelSettings]:
-    # The seed varies slowest, so that a sweep stopped early still has every loss for every share of labels.
+    # The seed varies slowest, so that a sweep that is stopped early still covers every loss and every `keep`.
     for seed, keep, loss in product(settings.seeds, settings.keeps, settings.losses):
         chosen = named(loss)
         name = chosen.name
@@ -142,7 +142,7 @@ _read_once = lru_cache(maxsize=1)(read_files)
 
 
 def _files_of(settings: MultilabelSettings) -> Files:
-    """Return the files of a run, read once per process because all runs share them."""
+    """Return the samples in the files of a run. All runs share them, so each process reads them only once."""
     same = MultilabelSettings()
     kept = {name: getattr(same, name) for name in (*_CHOSEN, "learning_rate")}
     return _read_once(dataclasses.replace(settings, **kept))
@@ -162,7 +162,7 @@ def _table(rows: Sequence[LabelRecord]) -> Table:
     groups: dict[tuple[str, str, float], list[LabelRecord]] = defaultdict(list)
     for row in rows:
         groups[row.keep, row.loss, row.learning_rate].append(row)
-    # The columns fit a terminal of 80 characters.
+    # The table must fit a terminal that is 80 characters wide.
     heads = ("kept", "loss", "lr", "seeds", "val nDCG@5", "P@1", "P@5", "R@5")
     output = plain_table("Mean±standard deviation over the seeds, in %", heads, left=2)
     for (keep, loss, rate), group in sorted(groups.items()):

@@ -1,4 +1,4 @@
-"""`torchlml train multilabel`: train a model on labeled samples to predict the top labels."""
+"""`torchlml train multilabel`: train a model that predicts the top labels of samples."""
 
 import math
 from collections.abc import Callable
@@ -43,9 +43,9 @@ from torchlml_lab.multilabel.preparation import LaterInputs, Preparation
 from torchlml_lab.multilabel.samples import Batches, Data, digest, label_lists, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
 
-# The settings that determine the weights of a run, together with its samples and its model.
+# The settings that, together with the samples and the model, determine the weights of a run.
 _TRAINING = ("loss", "k", "dropout", "epochs", "patience", "batch_size", "learning_rate", "mixed_precision")
-PATIENT_STEPS = 100  # in steps, because epochs of small files are too short to judge progress
+PATIENT_STEPS = 100  # the default patience; an epoch of a small file has too few steps to judge progress
 
 
 def main(settings: MultilabelSettings) -> None:
@@ -66,10 +66,11 @@ def run(
     Args:
         settings: The settings of the run.
         console: The console for progress and results.
-        read: Returns the samples; by default they are read from the files in the settings.
+        read: Returns the samples. By default, they are read from the files in the settings.
 
     Returns:
-        The run with its best weights, and its samples. Files are reread only if the run was already finished.
+        The run with its best weights, and its samples. If the run was newly trained, the training samples
+        have no features and texts.
     """
     settings = completed(settings)
     check(settings)
@@ -77,7 +78,8 @@ def run(
 
     def build(settings: MultilabelSettings, data: Data) -> Task:
         built = build_task(settings, data)
-        # The inputs replace the features and texts of the training samples, which take a lot of memory.
+        # Release the features and texts of the training samples, which need a lot of memory. From now on,
+        # only the inputs are used.
         nothing = replace(data.training, features=data.training.features[:, :0], texts=None)
         made.append((data._replace(training=nothing), built))
         return built.task
@@ -87,7 +89,7 @@ def run(
     if not made:
         return load(folder), read(settings)
     ((data, built),) = made
-    # A copy, because accelerate may have wrapped the model for mixed precision and moved it to a GPU.
+    # Copy the weights, because accelerate may have wrapped the model and moved it to a GPU.
     best = new_network(settings, built.prepared)
     best.load_state_dict(built.task.model.state_dict())
     held_out = None
@@ -113,17 +115,18 @@ def run(
 
 
 class Built(NamedTuple):
-    """The objects that are built from the data of a run."""
+    """The objects that `build_task` creates for a run."""
 
     task: Task
     prepared: Preparation
     linear: "LinearFit | None"
     unchanged: bool
-    """Whether an earlier run with the same data and settings stopped improving, so its weights are kept."""
+    """Whether the weights of the earlier run are kept, because it stopped improving with the same data and
+    settings."""
 
 
 def completed(settings: MultilabelSettings) -> MultilabelSettings:
-    """Return the settings with an absolute encoder path, and with the model and loss of a continued run."""
+    """Make the encoder path absolute, and adopt the model and loss of the run in `--continue-from`."""
     if settings.encoder is not None and Path(settings.encoder).is_dir():
         settings = replace(settings, encoder=str(Path(settings.encoder).absolute()))
     if settings.continue_from is not None:
@@ -138,19 +141,19 @@ def completed(settings: MultilabelSettings) -> MultilabelSettings:
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
-    """Build the task for a run. Set the seed before calling this function, which initializes the network."""
+    """Build the task for a run. This initializes the network, so set the random seed before the call."""
     return build_task(settings, data).task
 
 
 class LinearFit:
-    """The linear part of a run: fitted before the network is trained, and again on all samples afterward.
+    """Fits the linear part of a run before the network is trained, and again on all samples afterward.
 
     Args:
         loss: The loss of the network.
         training: The inputs and labels of the training samples.
         validation: The inputs and labels of the validation samples.
-        refits: Whether to fit the part again on all samples, at the end.
-        start: The parts of an earlier run to start from.
+        refits: Whether to fit the linear part again on all samples after training.
+        start: The linear parts of an earlier run to start from, if any.
     """
 
     def __init__(
@@ -169,16 +172,16 @@ class LinearFit:
         )
         self.scores = self.part.scores(validation.inputs)
         self.final_part = self.part
-        # Until the weights are chosen at the end, both models have equal weights.
+        # Both models have equal weights until `combine` chooses better ones at the end of training.
         scale, shift = linear.fit_scale(loss, torch.from_numpy(self.scores).double(), label_lists(self.known))
         self.mixture = linear.Mixture(scale, 1.0, shift, 0.5)
 
     def held_out(self) -> LinearLogits:
-        """Return the part fitted on the training samples only."""
+        """Return the linear part fitted on the training samples only."""
         return LinearLogits(self.part, self.mixture)
 
     def final(self) -> LinearLogits:
-        """Return the part fitted on all samples."""
+        """Return the linear part fitted on all samples, if it was refitted."""
         return LinearLogits(self.final_part, self.mixture)
 
     def combine(self, model: nn.Module) -> None:
@@ -203,7 +206,7 @@ class LinearFit:
             store_linear(folder, self.final_part, self.part, self.mixture)
 
     def in_words(self) -> str:
-        """Describe the chosen model in sentences."""
+        """Return sentences that describe the combined model."""
         again = " and was refitted on all samples" if self.refits else ""
         if self.penalty == math.inf:
             return f"{self.mixture.in_words()} The linear part is that of the earlier run."
@@ -212,11 +215,11 @@ class LinearFit:
 
 
 def build_task(settings: MultilabelSettings, data: Data) -> Built:
-    """Build the task for a run. Set the seed before the call, because it initializes the network."""
+    """Build the task for a run. This initializes the network, so set the random seed before the call."""
     settings = with_usable_loss(settings, data)
     loss, k = loss_and_k(settings, data)
     combined = settings.model == "combined"
-    # Validation samples that were set aside from `--train` become training samples at the end.
+    # Validation samples that were held out from `--train` are used in the final fit of the linear part.
     later = data.validation if combined and settings.valid is None else None
     start = earlier = None
     known = same_samples = False
@@ -237,7 +240,7 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
     prepared = replace(prepared, digest=identity)
     unchanged = same_samples and _stopped_improving(settings)
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
-    # With several processes, only dense gradients can be summed.
+    # With multiple processes, only dense gradients can be reduced.
     alone = not (dist.is_available() and dist.is_initialized())
     model.first.row_sparse = alone and model.first.weight.numel() > MOST_DENSE
     optimizer: torch.optim.Optimizer
@@ -246,7 +249,7 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
-    # All parts share one label count, because labels that do not occur do not change any metric.
+    # Both splits use the larger label count, because labels that do not occur do not change any metric.
     labels = max(len(part.names) for part in parts.values())
     chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
     fits = combined and linear.fits(len(data.training), prepared.inputs, len(prepared.labels))
@@ -276,12 +279,12 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
         chosen_by=chosen_by,
         evaluated=max(1, min(8, LOGITS // (labels * settings.batch_size))),
         printed=tuple(dict.fromkeys(("precision@1", chosen_by))),
-        # With few labels the matrices are too small to benefit from several threads.
+        # With few labels, the matrices are too small to benefit from multiple threads.
         threads=1 if settings.batch_size * len(prepared.labels) < 2**20 else None,
         patience=0
         if unchanged
         else settings.patience
-        # With a linear part, the last improvements of the network matter less.
+        # With a linear part, small late improvements of the network matter less.
         or max(5 if found is None else 3, math.ceil(PATIENT_STEPS * settings.batch_size / len(training))),
         stored={prepare.FILE: prepared.to_json()},
         start_margin=linear.noise(len(data.validation)) if known else None,
@@ -293,7 +296,7 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
 
 
 def _stopped_improving(settings: MultilabelSettings) -> bool:
-    """Whether the earlier run stopped early with the same settings, so that more epochs would not help."""
+    """Whether the earlier run had the same settings and stopped early, so that more epochs would not help."""
     assert settings.continue_from is not None
     earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
     state = run_directory.RunFolder(settings.continue_from, EXPERIMENT).state()
@@ -304,8 +307,8 @@ def _stopped_improving(settings: MultilabelSettings) -> bool:
 def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSettings:
     """Replace the loss `lml` with `bce` if some training samples have no labels.
 
-    LML fixes the sum of the probabilities at k. For a sample without labels the sum is 0, so such samples
-    have no gradient, and a model trained on the other samples could not learn when no label applies.
+    LML fixes the sum of the probabilities at k, which would be 0 for a sample without labels. Such a sample
+    has no gradient, so the model could not learn when no label applies.
     """
     if settings.loss != "lml" or data.training.counts.all():
         return settings
@@ -313,7 +316,7 @@ def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSett
 
 
 def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int]:
-    """Return the loss, and the k of the predictions, which is `--k` or the rounded mean number of labels."""
+    """Return the loss and the k for predictions, which is `--k` or the rounded mean number of labels."""
     labels = len(data.training.names)
     usual = min(max(1, round(float(data.training.counts.mean()))), labels - 1)
     loss = loss_of(settings)
@@ -326,19 +329,19 @@ def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int
 
 
 def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
-    """Return sentences about the data and the choices that were made."""
+    """Return sentences about the data, the loss and k, to print before training."""
     given, settings = settings, with_usable_loss(settings, data)
     loss, k = loss_and_k(settings, data)
     rows, mean = len(data.training), float(data.training.counts.mean())
     source = "held out for" if settings.valid is None else "provided for"
     said = [
-        f"{rows} training samples with {mean:.1f} of {len(data.training.names)} labels on average; "
-        f"{len(data.validation)} more samples {source} validation."
+        f"{rows} training samples with {mean:.1f} of {len(data.training.names)} labels on average. "
+        f"{len(data.validation)} more samples are {source} validation."
     ]
     if settings.continue_from is not None:
         new = len(data.training.names) - len(prepare.stored(settings.continue_from).labels)
         added = f"{new} {'label is' if new == 1 else 'labels are'} new"
-        said.append(f"Training starts from the weights of `{settings.continue_from}`; {added}.")
+        said.append(f"Training starts from the weights of `{settings.continue_from}`. {added}.")
     if data.columns is not None:
         said.append(f"Columns: {data.columns}.")
     each = "each sample's number of labels as k" if loss.k == "labels" else f"k = {loss.k}"
@@ -352,7 +355,7 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
 
 
 def check(settings: MultilabelSettings) -> None:
-    """Raise `BadInput` for invalid settings, as far as they can be checked without the data."""
+    """Check the settings without reading the data. Invalid settings raise `BadInput`."""
     check_settings(settings)
     if settings.train is None:
         raise BadInput("`--train` is missing. Pass a file of labeled samples.")
@@ -360,7 +363,7 @@ def check(settings: MultilabelSettings) -> None:
         if getattr(settings, f"{name}_labels") is not None and getattr(settings, name) is None:
             raise BadInput(f"`--{name}-labels` requires `--{name}`.")
     if settings.separator == "":
-        raise BadInput("`--separator` must be the text between two labels, but it is empty.")
+        raise BadInput("`--separator` must be the string between two labels, but it is empty.")
     if settings.continue_from is not None:
         earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
         run_directory.find_best_epoch(EXPERIMENT, settings.continue_from)  # raises if no epoch is complete
@@ -385,7 +388,7 @@ def check(settings: MultilabelSettings) -> None:
 def loss_of(settings: MultilabelSettings) -> LabelLoss:
     """Return the loss of a run, with its default k if none is given."""
     if settings.loss not in WITH_K:
-        # These losses have no k; `--k` applies only to the predictions.
+        # These losses have no k, so `--k` applies only to predictions.
         if settings.k is not None and (settings.k == "labels" or settings.k < 1):
             raise BadInput(
                 f"`--k` must be at least 1 for the loss `{settings.loss}`, but it is {settings.k}."

@@ -1,1 +1,1 @@
-"""Recommendation: predict users' next items from their histories."""
+"""Recommendation: predict the next items of users from their histories."""

@@ -1,4 +1,4 @@
-"""The histories of users, read from files and split into training, validation and test data."""
+"""The items of users, read from files and split into training, validation and test data."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,25 +15,27 @@ from torchlml_lab.files import counted
 from torchlml_lab.multilabel.losses import PADDING, loss_with_usual_k
 from torchlml_lab.recommend.settings import RecommendSettings
 
-SHARE = 0.2  # fraction of a user's items that is held out
+SHARE = 0.2  # the fraction of a user's items that is held out for validation
 
 
 class Batch(NamedTuple):
-    """A batch of users: their indices (R,), the items that they have, and the items to find."""
+    """A batch of users, with their histories and the items to predict."""
 
     users: Tensor
+    """int64 (R,), the indices of the users."""
     history: Tensor
-    """int64 (R, L), padded with `PADDING`."""
+    """int64 (R, L), the items that each user has, padded with `PADDING`."""
     labels: Tensor
-    """int64 (R, M), padded with `PADDING`."""
+    """int64 (R, M), the items to predict for each user, padded with `PADDING`."""
 
 
 class Users(Dataset[Batch]):
-    """Users with their histories and the items to find.
+    """A dataset of users, with their histories and the items to predict.
 
     Args:
         history: The items that the users have.
-        labels: The items to find; during training, the history itself. Users without labels are left out.
+        labels: The items to predict. During training, they are the history itself. Users without labels are
+            left out.
     """
 
     def __init__(self, history: Interactions, labels: Interactions) -> None:
@@ -51,7 +53,7 @@ class Users(Dataset[Batch]):
         )
 
     def batches(self, rows: int) -> Iterator[Batch]:
-        """Yield all users in order, `rows` at a time."""
+        """Yield all users in order, in batches of `rows` users."""
         for some in torch.arange(len(self)).split(rows):
             yield self.__getitems__(some.tolist())
 
@@ -67,7 +69,10 @@ def padded_items(have: Interactions, users: Tensor) -> Tensor:
 
 
 def some_users(have: Interactions, count: int) -> Interactions:
-    """Return the pairs of `count` random users, the same ones for every seed. All item names are retained."""
+    """Return the pairs of `count` random users, chosen independently of the run's seed.
+
+    The names of all users and items are retained.
+    """
     generator = torch.Generator().manual_seed(0)
     chosen = torch.zeros(len(have.users), dtype=torch.bool)
     chosen[torch.randperm(len(have.users), generator=generator)[:count]] = True
@@ -75,13 +80,13 @@ def some_users(have: Interactions, count: int) -> Interactions:
 
 
 def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Interactions, Interactions]:
-    """Hold out a fifth of the items of some users, independently of the run's seed.
+    """Hold out a fifth of the items of some users, chosen independently of the run's seed.
 
     Args:
         have: All pairs.
-        count: The number of users to choose among those with at least two items, or all of them if there are
-            fewer. Every user keeps at least one item.
-        latest: Hold out the last items of each user instead of random ones.
+        count: The number of users to hold out items from. They are chosen from the users with at least two
+            items, and every user keeps at least one item. If there are fewer such users, all are chosen.
+        latest: Whether to hold out the last items of each user instead of random ones.
 
     Returns:
         The pairs to train on, and the held-out pairs.
@@ -98,32 +103,32 @@ def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Int
         place = torch.empty(len(have), dtype=torch.int64)
         place[draw.argsort()] = torch.arange(len(have))
         place -= have.starts[have.user]
-    most = (SHARE * have.counts).ceil().long()  # fewer than all items for users with at least two
+    most = (SHARE * have.counts).ceil().long()  # less than the count if a user has at least two items
     aside = users[have.user] & (place < most[have.user])
     return have.keep(~aside), have.keep(aside)
 
 
 def popular_items(have: Interactions) -> Tensor:
-    """Return the items in order of popularity; ties keep the order of the file."""
+    """Return all items, most popular first. Equally popular items are in file order."""
     counts = torch.bincount(have.item, minlength=len(have.items))
     return counts.argsort(descending=True, stable=True)
 
 
 def by_popularity(have: Interactions) -> Callable[[Batch], Tensor]:
-    """Return a popularity baseline: the same scores (R, n) for all users, higher for more popular items."""
+    """Return the popularity baseline, a function that scores items (R, n) by popularity for all users."""
     scores = torch.empty(len(have.items))
     scores[popular_items(have)] = -torch.arange(len(have.items), dtype=scores.dtype)
     return lambda batch: scores.to(batch.users.device).expand(len(batch.users), -1)
 
 
 class Data(NamedTuple):
-    """The pairs of a run."""
+    """The user-item pairs of a run."""
 
     training: Interactions
     validation: Interactions
     test: Interactions | None
     before_test: Interactions
-    """The items that users have before the test: training items and held-out validation items."""
+    """The histories for the test: the training items and the items held out for validation."""
     everything: Interactions
     """All pairs in `--train`."""
     notes: list[str]
@@ -138,7 +143,7 @@ class Data(NamedTuple):
 
     @property
     def splits(self) -> dict[str, Users]:
-        """The users of each split (`validation`, and `test` if any), with histories and items to find."""
+        """The users of the split `validation` and, if there is a test file, of the split `test`."""
         splits = {"validation": Users(self.training, self.validation)}
         if self.test is not None:
             splits["test"] = Users(self.before_test, self.test)
@@ -146,7 +151,7 @@ class Data(NamedTuple):
 
 
 def read(settings: RecommendSettings) -> Data:
-    """Read the pairs for training, validation and test."""
+    """Read the user-item pairs for training, validation and testing."""
     assert settings.train is not None
     have = read_interactions(
         settings.train, "--train", settings.columns, settings.min_rating, settings.latest
@@ -186,7 +191,7 @@ def read(settings: RecommendSettings) -> Data:
 def read_later(
     path: Path, option: str, settings: RecommendSettings, have: Interactions
 ) -> tuple[Interactions, list[str]]:
-    """Read users' later items, and return them with notes about skipped pairs."""
+    """Read held-out items of known users, and return them with notes about skipped pairs."""
     file = read_interactions(path, option, settings.columns, settings.min_rating)
     later, users, items = align(file, have)
     notes = _notes(path, file)

@@ -1,4 +1,4 @@
-"""Closed-form recommenders, whose scores are sums of weights over a user's items.
+"""Closed-form recommenders, which score an item by a sum of weights over the user's items.
 
 EASE (Steck 2019) fits the weights by ridge regression. The graph filter (GF-CF, Shen et al. 2021) smooths
 a user's items over the graph of users and items.
@@ -23,21 +23,21 @@ from torchlml_lab.recommend.settings import ClosedForm
 PENALTIES = (10.0, 30.0, 100.0, 300.0, 1000.0)
 """The candidate penalties for EASE."""
 USUAL_PENALTY = 200.0  # for large matrices, because trying each penalty requires a matrix inversion
-# If the smaller of the numbers of users and items exceeds this limit, only one penalty is tried, in float32.
+# If there are more users than this and more items than this, EASE uses `USUAL_PENALTY` and float32.
 MANY = 6_000
-# If the number of items (and, for EASE, that of users) exceeds this limit, only the most popular items have
-# weights, because the time to fit EASE is cubic in this number.
+# If the number of items (for EASE, also the number of users) exceeds this limit, only the most popular items
+# have weights. The time to fit EASE is cubic in this number.
 MOST = 50_000
-KEPT = 1_024  # weights stored per item; the others are close to 0
+KEPT = 1_024  # the number of weights stored per item; all others are close to 0
 LOW_PASS_WEIGHTS = (0.1, 0.3, 1.0)
-"""The candidate weights for the low-pass part of the graph filter."""
-RANK = 512  # the number of singular vectors in the low-pass part
-MOST_NUMBERS = 100_000_000  # the most entries in these vectors; with many items, fewer vectors are used
+"""The candidate weights for the low-pass term of the graph filter."""
+RANK = 512  # the maximum number of singular vectors in the low-pass term
+MOST_NUMBERS = 100_000_000  # the maximum number of entries in these vectors
 ROWS = 256  # the number of matrix rows that are processed at a time
 
 
 class Scores(NamedTuple):
-    """The scores of all items."""
+    """The scores of all items for each user."""
 
     values: Tensor
     """(R, n)."""
@@ -53,9 +53,9 @@ class ItemWeights(nn.Module):
     Args:
         items: The number of items.
 
-    Only the `KEPT` largest entries of each row of B are stored, so that a model with 40,000 items needs
-    0.3 GB instead of 6.4 GB. The model scores any history, even if the user is not in the training
-    data.
+    Only the `KEPT` largest entries of each row of B are stored, so a model with 40,000 items needs 0.3 GB
+    instead of 6.4 GB. Scores depend only on the history, so the model can score users who are not in the
+    training data.
     """
 
     def __init__(self, items: int) -> None:
@@ -66,7 +66,7 @@ class ItemWeights(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, users: Tensor, history: Tensor) -> Scores:
-        """Return the scores for histories (R, L), padded with `PADDING`; `users` is not used."""
+        """Return the scores for histories (R, L), padded with `PADDING`. `users` is not used."""
         there = history != PADDING
         items, n = history[there], len(self.weight)
         places = there.nonzero()[:, :1] * n + self.get_buffer("places")[items]
@@ -79,8 +79,8 @@ class ItemWeights(nn.Module):
         """Store the largest entries of each row of a matrix over the chosen items.
 
         Args:
-            chosen: The items, in ascending order. All other items have no weights.
-            blocks: The rows of the matrix, `ROWS` at a time.
+            chosen: The chosen items, in ascending order. The weights of all other items are not changed.
+            blocks: The rows of the matrix, in blocks of `ROWS` rows.
         """
         kept = min(len(chosen), self.weight.shape[1])
         for items, rows in zip(chosen.split(ROWS), blocks, strict=True):
@@ -90,14 +90,14 @@ class ItemWeights(nn.Module):
 
 
 def pair_matrix(have: Interactions, chosen: Tensor) -> Any:
-    """Return a sparse users × chosen items matrix with 1 for each pair. Users without items are omitted."""
+    """Return a sparse matrix, users × chosen items, with 1 for each pair. Users without items are omitted."""
     ones, shape = np.ones(len(have), dtype=np.float32), (len(have.users), len(have.items))
     matrix = scipy.sparse.csr_array((ones, have.item.numpy(), have.starts.numpy()), shape)
     return matrix[(have.counts > 0).numpy()][:, chosen.numpy()]
 
 
 def products(rows: Any, dtype: torch.dtype) -> Tensor:
-    """Return the inner products of all pairs of rows of a sparse matrix, as a dense matrix."""
+    """Return the inner products of all pairs of rows of a sparse matrix as a dense matrix."""
     count, columns = rows.shape[0], rows.T.tocsr()
     total = torch.empty(count, count, dtype=dtype)
     for start in range(0, count, ROWS):
@@ -123,8 +123,8 @@ def item_weights(pairs: Any, small: Tensor, penalty: float) -> Iterator[Tensor]:
         penalty: Greater than 0.
 
     Yields:
-        `ROWS` rows of B at a time: `B_ij = S_ij / (1 - S_jj)` off the diagonal, where
-        `S = Xᵀ (X Xᵀ + penalty * I)⁻¹ X = I - penalty * (Xᵀ X + penalty * I)⁻¹`. The smaller of the two
+        B in blocks of `ROWS` rows. Off the diagonal, `B_ij = S_ij / (1 - S_jj)`, where
+        `S = Xᵀ (X Xᵀ + penalty * I)⁻¹ X = I - penalty * (Xᵀ X + penalty * I)⁻¹`. Only the smaller of the two
         matrices is inverted.
     """
     found = inverse(small, penalty)
@@ -153,10 +153,10 @@ def fit_ease(
     Args:
         have: The training pairs.
         penalty: The penalty. None selects the best of `PENALTIES`, or `USUAL_PENALTY` for large matrices.
-        recall: Computes a metric on the validation users, for which higher values are better.
+        recall: Computes the recall of a model on the validation users, to select the penalty.
 
     Returns:
-        The model and its penalty. A matrix that does not fit in memory raises `BadInput` before it is built.
+        The model and its penalty. `BadInput` is raised before any computation if there is not enough memory.
     """
     users, items = int((have.counts > 0).sum()), len(have.items)
     check_memory("ease", users, items)
@@ -184,14 +184,14 @@ def fit_graph_filter(have: Interactions, recall: Callable[[ItemWeights], float])
 
     Args:
         have: The training pairs.
-        recall: Computes a metric on the validation users, for which higher values are better.
+        recall: Computes the recall of a model on the validation users, to select the weight.
 
     Returns:
-        The model and the best weight w of its low-pass part among `LOW_PASS_WEIGHTS`. Let X be the matrix of
-        pairs, and D and E the diagonal matrices with the numbers of items per user and of users per item.
-        With `N = D^(-1/2) X E^(-1/2)` and the leading right singular vectors V of N, the model is
-        `B = Nᵀ N + w * E^(-1/2) V Vᵀ E^(1/2)`. A model that does not fit in memory raises `BadInput` before
-        any computation.
+        The model `B = Nᵀ N + w * E^(-1/2) V Vᵀ E^(1/2)`, and the best w in `LOW_PASS_WEIGHTS`. Here,
+        `N = D^(-1/2) X E^(-1/2)` is the normalized matrix of pairs X, the diagonal matrices D and E contain
+        the number of items of each user and the number of users of each item, and V contains the leading
+        right singular vectors of N. `BadInput` is raised before any computation if there is not enough
+        memory.
     """
     items = len(have.items)
     check_memory("graph-filter", int((have.counts > 0).sum()), items)
@@ -236,13 +236,13 @@ def leading_vectors(matrix: Any) -> np.ndarray:
 
 
 def memory_needed(model: ClosedForm, users: int, items: int) -> int:
-    """Return the number of bytes needed to fit a model, including the model itself."""
+    """Return the number of bytes that are needed to fit and store a model."""
     weights = 8 * items * min(items, KEPT)
     if model == "graph-filter":
-        # Singular vectors, twice as many Lanczos vectors, and the two factors of the low-pass part.
+        # The singular vectors, twice as many Lanczos vectors, and the two factors of the low-pass term.
         return weights + 4 * 5 * min(items * RANK, MOST_NUMBERS)
-    # EASE: a square matrix over users or items, whichever are fewer. Up to `MANY`, it is float64 and copied
-    # for each penalty.
+    # EASE needs a square matrix over users or items, whichever are fewer. Up to the size `MANY`, the matrix
+    # is float64, and it is copied for each penalty.
     size = min(users, items, MOST)
     return weights + size**2 * (2 * 8 if size <= MANY else 4)
 

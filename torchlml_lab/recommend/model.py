@@ -1,4 +1,4 @@
-"""Networks that score items for users, and loading of trained models."""
+"""Models that score items for users, and loading of trained models."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from torchlml_lab.recommend.settings import ClosedForm, RecommendSettings
 
 
 class Factors(NamedTuple):
-    """The inputs, weights and biases of the linear layer that computes each user's scores for all items."""
+    """The inputs, weight and bias of the last linear layer, whose outputs are the scores of all items."""
 
     hidden: Tensor
     """(R, d), one vector per user."""
@@ -39,9 +39,9 @@ class Factors(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The bipartite graph of users and items, stored twice: sorted by user and sorted by item.
+    """The bipartite graph of users and items. Its edges are stored twice, sorted by user and sorted by item.
 
-    The weight of a pair is `1 / sqrt(items of the user * users of the item)`.
+    The weight of an edge is `1 / sqrt(items of the user * users of the item)`.
     """
 
     user_starts: Tensor
@@ -53,7 +53,7 @@ class Graph(NamedTuple):
 
 
 def graph(have: Interactions) -> Graph:
-    """Return the graph of all pairs."""
+    """Return the graph whose edges are the given user-item pairs."""
     popularity = torch.bincount(have.item, minlength=len(have.items))
     weights = (have.counts[have.user] * popularity[have.item]).float().rsqrt()
     order = have.item.argsort(stable=True)
@@ -62,7 +62,7 @@ def graph(have: Interactions) -> Graph:
 
 
 class _Propagation(torch.autograd.Function):
-    """`propagate` with its gradient. The matrix is symmetric, so the backward pass is the same function."""
+    """`propagate` with its gradient. The matrix is symmetric, so the backward pass also calls `propagate`."""
 
     @staticmethod
     def forward(ctx: Any, user: Tensor, item: Tensor, pairs: Graph, layers: int) -> tuple[Tensor, Tensor]:
@@ -78,14 +78,16 @@ class _Propagation(torch.autograd.Function):
 def propagate(user: Tensor, item: Tensor, pairs: Graph, layers: int) -> tuple[Tensor, Tensor]:
     """Compute the graph convolution of LightGCN: the mean of `A^l E` over l = 0, ..., `layers`.
 
+    E consists of the user and item vectors, and A is the normalized adjacency matrix of the graph.
+
     Args:
-        user: (users, d).
-        item: (items, d).
-        pairs: The graph, whose adjacency matrix A is normalized symmetrically.
+        user: (users, d), the user vectors.
+        item: (items, d), the item vectors.
+        pairs: The graph.
         layers: The number of layers.
 
     Returns:
-        The mean vectors of users and items.
+        The mean vectors of users and of items.
     """
     users, items = user.clone(), item.clone()
     for _ in range(layers):
@@ -103,19 +105,21 @@ def _weighted_sums(vectors: Tensor, places: Tensor, starts: Tensor, weights: Ten
 
 
 class MatrixFactorization(nn.Module):
-    """Matrix factorization: a score is the cosine of a user and an item vector, divided by a temperature.
+    """Matrix factorization. A score is the cosine of a user and an item vector, divided by a temperature.
 
     Args:
         users: The number of users.
         items: The number of items.
         dimension: The dimension of the vectors.
         temperature: The temperature, greater than 0. Published models use about 0.1.
-        level: The initial value added to all scores: the log-odds of a random item. It does not affect lml
-            and softmax, but without it bce would take at least an epoch to learn the level.
-        pairs: The graph of the training data, for `layers`.
+        level: The initial value of a learned constant that is added to all scores. It should be the log-odds
+            of a random item. It does not affect lml and softmax, but without it, bce would take at least an
+            epoch to learn the constant.
+        pairs: The graph of the training data, which is required if `layers` is greater than 0.
         layers: The number of graph layers, as in LightGCN.
 
-    With graph layers, the model also scores new users: their vector is the sum of their items' messages.
+    With graph layers, the model can also score new users. The vector of a new user is a weighted sum of the
+    vectors of the user's items.
     """
 
     def __init__(
@@ -138,7 +142,7 @@ class MatrixFactorization(nn.Module):
         self.final: tuple[Tensor, Tensor] | None = None
 
     def train(self, mode: bool = True) -> "MatrixFactorization":
-        """Set the mode, and discard the vectors that were cached during evaluation without gradients."""
+        """Set the mode, and discard the vectors that were cached during evaluation."""
         self.final = None
         return super().train(mode)
 
@@ -158,7 +162,7 @@ class MatrixFactorization(nn.Module):
         return Graph(*(self.get_buffer(f"graph_{name}") for name in Graph._fields))
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
-        """Return the factors for users by index (R,). A new user has index -1 and only a `history`."""
+        """Return the factors for users (R,), given by index. A new user has the index -1 and a `history`."""
         user, item = self.vectors()
         hidden = user[users.clamp(min=0)]
         if (users < 0).any():
@@ -166,7 +170,7 @@ class MatrixFactorization(nn.Module):
         return Factors(hidden / self.temperature, item, self.level.expand(len(item)))
 
     def _new_users(self, history: Tensor) -> Tensor:
-        """Return the vectors of users who are not in the graph. Without graph layers, the vectors are 0."""
+        """Return the vectors of users who are not in the training data. Without graph layers, they are 0."""
         if not self.layers:
             return self.user.new_zeros(len(history), self.user.shape[1])
         pairs = self._graph()
@@ -184,10 +188,10 @@ class Autoencoder(nn.Module):
     Args:
         items: The number of items.
         dimension: The size of the hidden layer.
-        dropout: The share of a user's items that is dropped from the input during training.
-        level: The initial value of all scores, as for `MatrixFactorization`.
+        dropout: The probability that an item is dropped from the input during training.
+        level: The initial bias of every score, as for `MatrixFactorization`.
 
-    The model scores any history, even if the user is not in the training data.
+    Scores depend only on the history, so the model can score users who are not in the training data.
     """
 
     def __init__(self, items: int, dimension: int, dropout: float, level: float) -> None:
@@ -212,11 +216,11 @@ class Autoencoder(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The sum of the scores of several models, each multiplied by a factor.
+    """A weighted sum of the scores of multiple models.
 
     Args:
         models: The models by name.
-        factors: The factor for each model, by name.
+        factors: The weights of the models by name.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], factors: Mapping[str, float]) -> None:
@@ -248,15 +252,15 @@ CHOICE = "choice.json"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The models of a run with `--model auto` and their weights in the mixture."""
+    """The models that are chosen for a run with `--model auto`, and their weights in the mixture."""
 
     weights: dict[str, float]
-    """The weight of each model after rescaling the scores to a common scale. The weights sum to 1."""
+    """The weight of each model, after all scores have been rescaled to be comparable. The sum is 1."""
     factors: dict[str, float]
-    """The factor by which each model's scores are multiplied."""
+    """The factor by which each model's original scores are multiplied."""
 
     def in_words(self) -> str:
-        """Return a sentence that names the models."""
+        """Return a sentence about the models and their weights."""
         if len(self.weights) == 1:
             return f"The best model on the validation users is `{next(iter(self.weights))}`."
         parts = ", ".join(f"{100 * weight:g}% `{name}`" for name, weight in self.weights.items())
@@ -264,7 +268,7 @@ class Choice:
 
 
 def network(settings: RecommendSettings, data: Data) -> nn.Module:
-    """Return a newly initialized network with a buffer that identifies its training data."""
+    """Return a newly initialized network, with a buffer that contains the fingerprint of its data."""
     training = data.training
     users, items = len(training.users), len(training.items)
     level = math.log(len(training) / (int((training.counts > 0).sum()) * items))
@@ -310,7 +314,7 @@ def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice
 
     ks = (int(metric.partition("@")[2]),)
     values = [0.0] * len(weights)
-    # Metrics are means over users, so they are weighted sums over the parts. The models score each part once.
+    # A metric is a mean over users, so it can be accumulated over groups of users. Each group is scored once.
     for batch in users.batches(ROWS):
         for part in split(batch, ROWS):
             scores = torch.stack(
@@ -342,11 +346,11 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
 
     Args:
         run: The run directory.
-        moved: The current paths of `train` and `test`, or None if they have not moved.
+        moved: The new paths of `train` and `test`. None means that a file has not moved.
         with_test: Whether to read the test file. If False, the file may be missing.
 
     Returns:
-        The run. Missing data, or data that differ from the training data, raise `BadInput`.
+        The run. If a file is missing or the training data has changed, `BadInput` is raised.
     """
     settings = run_directory.read_moved(RecommendSettings, run, moved)
     if settings.model == "auto":
@@ -356,7 +360,7 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
         choice: Choice | None = read_record(run / CHOICE, Choice)
     else:
         choice = None
-        run_directory.find_best_epoch(EXPERIMENT, run)  # raises for an invalid run before the data are read
+        run_directory.find_best_epoch(EXPERIMENT, run)  # an invalid run raises here, before the data is read
     data = read(settings if with_test or settings.test is None else dataclasses.replace(settings, test=None))
     if choice is None:
         model, epoch = load_network(run, settings, data)
@@ -370,7 +374,7 @@ def load_network(run: Path, settings: RecommendSettings, data: Data) -> tuple[nn
     model = network(settings, data)
     best.load(model)
     if int(model.get_buffer("fingerprint")) != data.fingerprint:
-        raise BadInput(f"The model in `{run}` was trained on data that differ from `{settings.train}`.")
+        raise BadInput(f"The model in `{run}` was trained on different data than `{settings.train}`.")
     return model, best.epoch
 
 

@@ -1,4 +1,4 @@
-"""`torchlml predict RUN` for recommendation: each user's top new items with their probabilities."""
+"""`torchlml predict RUN` for recommendation: recommend new items to users, with their probabilities."""
 
 import csv
 import json
@@ -21,23 +21,25 @@ from torchlml_lab.recommend.model import TrainedRecommender, load, scores_new_us
 from torchlml_lab.recommend.ranking import ROWS, probabilities, without
 from torchlml_lab.recommend.settings import PredictSettings
 
-SHOWN = 10  # users in the printed table
+SHOWN = 10  # the maximum number of users in the printed table
 
 
 class Person(NamedTuple):
-    """A user: name, index in the training data (-1 for new users), and items."""
+    """A user for whom items are recommended."""
 
     name: str
     number: int
+    """The index in the training data, or -1 for a new user."""
     items: Tensor
 
 
 class Recommendation(NamedTuple):
-    """The items for a user, best first. If `probabilities` is None, they are the most popular items."""
+    """The recommended items for a user, best first."""
 
     user: str
     items: list[str]
     probabilities: list[float] | None
+    """None if the model cannot score the user. The items are then the most popular ones."""
 
 
 def main(settings: PredictSettings) -> None:
@@ -125,7 +127,7 @@ def _known_items(file: Interactions, have: Interactions) -> tuple[dict[str, Tens
 
 
 def known(person: Person, trained: TrainedRecommender) -> bool:
-    """Whether the model can score a user, from training items or (if it scores new users) from any items."""
+    """Whether the model can score a user. Some models can score only users in the training data."""
     return _trained_on(person, trained) or (len(person.items) > 0 and scores_new_users(trained.model))
 
 
@@ -137,7 +139,7 @@ def _trained_on(person: Person, trained: TrainedRecommender) -> bool:
 def recommendations(
     trained: TrainedRecommender, people: Sequence[Person], top: int
 ) -> Iterator[Recommendation]:
-    """Compute the recommendations for all users in order, in chunks of users.
+    """Compute the recommendations for the given users, in the same order.
 
     Args:
         trained: The run.

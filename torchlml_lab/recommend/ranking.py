@@ -1,4 +1,4 @@
-"""Rankings of all items, ranking metrics and calibrated probabilities."""
+"""Ranking of all items for each user, with ranking metrics and calibrated probabilities."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -15,20 +15,22 @@ from torchlml_lab.recommend.histories import Batch, Users
 
 KS = (1, 2, 5, 10, 20, 50, 100)
 METRICS: tuple[type[TopKMetric], ...] = (TopKRecall, TopKPrecision, TopKNDCG)
-ROWS = 128  # users scored at a time
+ROWS = 128  # the number of users that are scored at a time
 
 
 class RankedItems(NamedTuple):
     """The inputs of a ranking metric: the top items of each user, and the labels ranked below them."""
 
     scores: Tensor
-    """(R, most + L), the negative ranks; all labels below the top items share the next rank."""
+    """(R, most + L), the negative ranks. All labels below the top items share the next rank."""
     is_label: Tensor
+    """bool (R, most + L), whether an entry is an item to predict."""
     there: Tensor
+    """bool (R, most + L), False for padding and for items that the user already has."""
 
 
 def without(scores: Tensor, history: Tensor) -> Tensor:
-    """Return the scores (R, n), with minus infinity for the items that each user has."""
+    """Return the scores (R, n), with minus infinity for the items that a user already has."""
     rows, n = scores.shape
     # An extra column receives the padding.
     wide = torch.cat([scores, scores.new_zeros(rows, 1)], 1)
@@ -40,7 +42,7 @@ def rank(scores: Tensor, labels: Tensor, most: int) -> RankedItems:
 
     Args:
         scores: (R, n), minus infinity for items that cannot be recommended.
-        labels: int64 (R, L), the items to find, padded with `PADDING`.
+        labels: int64 (R, L), the items to predict, padded with `PADDING`.
         most: The largest k.
 
     Returns:
@@ -67,8 +69,8 @@ def measures(
 
     Args:
         score: Computes the scores (R, n) of all items for a batch.
-        batches: The users with their histories and the items to find.
-        accelerator: Gathers the rows from all processes. None means that this process has all rows.
+        batches: The users with their histories and the items to predict.
+        accelerator: Gathers the users from all processes. None means that this process has all users.
         ks: The numbers of recommended items.
 
     Returns:
@@ -94,7 +96,7 @@ def measures(
 
 
 def of_network(network: nn.Module) -> Callable[[Batch], Tensor]:
-    """Return the `score` argument of `measures` for a network that returns `Factors` or `Scores`."""
+    """Return a function that computes a network's scores for a batch, for use as `score` in `measures`."""
     return lambda batch: network(batch.users, batch.history).scores()
 
 
@@ -122,15 +124,17 @@ def probabilities(scores: Tensor, k: float) -> Tensor:
     """Return P(item in top k) for each item.
 
     Args:
-        scores: (R, n), minus infinity for the items that a user has.
-        k: The number of items. If a user has fewer new items, all of them get probability 1.
+        scores: (R, n), minus infinity for the items that a user already has.
+        k: The number of items. If fewer items are new to a user, all of them get probability 1.
 
     Returns:
-        (R, n), with rows that sum to k (or to the number of new items), and 0 for items that the user has.
+        (R, n), with rows that sum to k or, if it is smaller, to the number of new items. The probability of
+        items that a user already has is 0.
     """
     new = scores > -torch.inf
     count = new.sum(-1)
-    # The layer needs an entry in every row, so a user without new items gets a dummy row, zeroed below.
+    # `lml` requires at least one available entry in each row. For a user without new items, all entries are
+    # made available, and the probabilities are set to 0 below.
     mask = new | (count == 0)[:, None]
     each = count.clamp(min=1, max=k) if k >= 1 else torch.full_like(count, k, dtype=torch.float64)
     found = torchlml.lml(torch.where(new, scores, 0), each.double(), mask=mask)
@@ -140,16 +144,16 @@ def probabilities(scores: Tensor, k: float) -> Tensor:
 def calibration(
     score: Callable[[Batch], Tensor], batches: Iterable[Batch], k: float
 ) -> list[tuple[float, float]]:
-    """Compare probabilities with outcomes for the top items of every user.
+    """Compare the probabilities of the top items of every user with the outcomes.
 
     Args:
         score: Computes the scores (R, n) of all items for a batch.
-        batches: The users with their histories and their later items.
-        k: The mean number of later items per user. The probabilities of all items sum to k.
+        batches: The users with their histories and the items to predict.
+        k: The mean number of items to predict per user. The probabilities of all items sum to k.
 
     Returns:
-        For each bin, the mean probability and the share of items that the users later chose. The bins contain
-        equal numbers of items with similar probabilities.
+        For each bin, the mean probability of its items and the share of them that are among the items to
+        predict. Items are sorted by probability and divided into bins of equal size.
     """
     chances, taken = [], []
     for batch in batches:
@@ -178,8 +182,8 @@ def fit_scale(score: Callable[[Batch], Tensor], users: Users) -> float:
         users: Users with their histories and held-out items. At most `MOST_USERS` of them are used.
 
     Returns:
-        The factor, from 2⁻¹⁰ to 2¹⁰. The log-likelihood is concave in it, so a ternary search finds the
-        maximum.
+        The factor, from 2⁻¹⁰ to 2¹⁰. The log-likelihood is a concave function of the factor, so a ternary
+        search finds the maximum.
     """
     some = users.__getitems__(list(range(min(MOST_USERS, len(users)))))
     scores = torch.cat([without(score(part).float(), part.history) for part in split(some, ROWS)])

@@ -26,7 +26,7 @@ from torchlml_lab.recommend.training import WITHOUT_LOSS, check, completed, loss
 
 @dataclass(frozen=True)
 class RankingRecord:
-    """The settings of a run, and its metrics at the epoch chosen on validation."""
+    """The settings of a run, and its metrics at the epoch with the best validation Recall@20."""
 
     model: str
     layers: int
@@ -39,8 +39,9 @@ class RankingRecord:
     dimension: int
     learning_rate: float
     temperature: float
-    """Used by matrix factorization only; `dropout` is used by the autoencoder only."""
+    """Applies to matrix factorization only."""
     dropout: float
+    """Applies to the autoencoder only."""
     epochs: int
     best_epoch: int
     validation_recall20: float
@@ -102,9 +103,10 @@ _CHOSEN = ("out", "resume", "model", "layers", "loss", "k", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run all unfinished combinations."""
+    """Train all combinations that have not been finished."""
     runs = grid(settings)
-    users = int((read(settings.run).training.counts > 0).sum())  # raises for an invalid file before any run
+    # An invalid file raises here, before any run starts.
+    users = int((read(settings.run).training.counts > 0).sum())
 
     def rows(one: RecommendSettings, done: dict[str, Any]) -> list[RankingRecord]:
         return [record(one, done, users)]
@@ -113,7 +115,7 @@ def main(settings: SweepSettings) -> None:
 
 
 def grid(settings: SweepSettings) -> list[RecommendSettings]:
-    """Return the settings of every run; raise `BadInput` if one of them is invalid."""
+    """Return the settings of every run. Invalid settings raise `BadInput`."""
     check_grid(settings, settings.run, _CHOSEN, ("models", "losses", "seeds"))
     return checked_runs(_runs(settings), check)
 
@@ -121,7 +123,7 @@ def grid(settings: SweepSettings) -> list[RecommendSettings]:
 def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
     methods = list(_methods(settings))
     recipes = _recipes(settings, methods)
-    # The seed varies slowest, so that a sweep stopped early still covers every model and loss.
+    # The seed varies slowest, so that a sweep that is stopped early still covers every model and loss.
     for seed, (model, method) in product(settings.seeds, methods):
         for rate, temperature, dropout in recipes[method]:
             one = dataclasses.replace(settings.run, model=model, layers=method.layers, seed=seed)
@@ -151,7 +153,7 @@ def _methods(settings: SweepSettings) -> Iterator[tuple[Model, Method]]:
 def _recipes(
     settings: SweepSettings, methods: Sequence[tuple[Model, Method]]
 ) -> dict[Method, list[tuple[float, ...]]]:
-    """Return the hyperparameters of each method: all combinations to try, or the tuned ones."""
+    """Return all combinations of hyperparameters to try for each method, or only the best if it was tuned."""
     run = settings.run
     usual: list[tuple[float, ...]] = [(run.learning_rate, run.temperature, run.dropout)]
     rates = settings.learning_rates or (run.learning_rate,)
@@ -207,7 +209,7 @@ _FILES = ("train", "test", "columns", "min_rating", "latest", "validation", "use
 
 
 def _run_one(settings: RecommendSettings) -> dict[str, Any]:
-    # The files do not depend on the settings that vary in a sweep, so each worker reads them once.
+    # The files do not depend on the settings that vary in a sweep, so each worker reads them only once.
     files = dataclasses.replace(RecommendSettings(), **{name: getattr(settings, name) for name in _FILES})
     console = new_console(quiet=True)
     if settings.model == "auto":

@@ -1,4 +1,4 @@
-"""`torchlml train recommend`, and `evaluate` and `step-time` for its runs."""
+"""`torchlml train recommend`, and `torchlml evaluate` and `torchlml step-time` for its runs."""
 
 import math
 import shutil
@@ -63,7 +63,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES: dict[str, Recipe] = {
-    # These two models use only the batch size, and only for evaluation.
+    # For these two models, only the batch size is used, and only in evaluation.
     "ease": Recipe("softmax", 128, 1.0),
     "graph-filter": Recipe("softmax", 128, 1.0),
     "autoencoder": Recipe("lml", 128, 0.006),
@@ -76,7 +76,7 @@ PRINTED = (CHOSEN_BY, "ndcg@20")
 
 
 def main(settings: RecommendSettings) -> None:
-    """Train a model, then print and plot its metrics and those of a popularity baseline."""
+    """Train a model, then print and plot its metrics next to those of a popularity baseline."""
     console = new_console()
     run(settings, console)
     if PartialState().is_main_process:
@@ -94,9 +94,10 @@ def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
 
 
 def completed(settings: RecommendSettings, users: int | None = None) -> RecommendSettings:
-    """Return the settings of one model, with its own defaults for settings that are not given.
+    """Return the settings with a single model's defaults for options that are not given.
 
-    With few `users`, the batches of matrix factorization are smaller, so that an epoch has enough steps.
+    With few `users`, the default batches of matrix factorization are smaller, so that an epoch has enough
+    steps.
     """
     factorization = settings.model == "matrix-factorization"
     recipe = WITH_LAYERS if factorization and settings.layers else RECIPES[settings.model]
@@ -122,15 +123,15 @@ def loss_of(settings: RecommendSettings) -> LabelLoss:
 def train_all(
     settings: RecommendSettings, read: Callable[[RecommendSettings], Data], console: Console
 ) -> dict[str, Any]:
-    """Train every candidate in its own directory within the run directory, then choose their weights.
+    """Train every model in its own subdirectory of the run directory, then choose the weights of the models.
 
     Args:
         settings: The settings of the run.
-        read: Returns the data; they are read once for all candidates.
+        read: Returns the data, which all models share.
         console: The console for progress and results.
 
     Returns:
-        The content of `result.json`, as for a single model. `seconds` is the total over all candidates.
+        The content of `result.json`, as for a single model. `seconds` is the total over all models.
     """
     folder = RunFolder(settings.resume or settings.out, EXPERIMENT)
     main = PartialState(cpu=settings.cpu).is_main_process
@@ -168,7 +169,7 @@ def train_all(
 
 
 def _lacks_memory(name: Candidate, training: Interactions) -> str | None:
-    """Return a clause about the memory that a model needs, or None if it fits in memory."""
+    """Return the reason why a model does not fit in memory, or None if it does."""
     if name not in CLOSED_FORM:
         return None
     needed = item_weights.memory_needed(name, int((training.counts > 0).sum()), len(training.items))
@@ -227,7 +228,7 @@ def _choose(
 
 
 def _introduction(settings: RecommendSettings, data: Data) -> list[str]:
-    """Return sentences about the data and the loss."""
+    """Return sentences about the data and the loss, to print before training."""
     training = data.training
     users = int((training.counts > 0).sum())
     said = (
@@ -241,7 +242,7 @@ def _introduction(settings: RecommendSettings, data: Data) -> list[str]:
 
 
 def task(settings: RecommendSettings, data: Data) -> Task:
-    """Build the task of one run. This initializes the network, so set the random seed before the call."""
+    """Build the task for a run. This initializes the network, so set the random seed before the call."""
     settings = completed(settings)
     model = network(settings, data)
     fitted = _fit(model, settings, data) if settings.model in CLOSED_FORM else None
@@ -375,7 +376,7 @@ def report_run(run: Path, console: Console) -> None:
 
 
 def _of_split(trained: TrainedRecommender, split: str | None) -> tuple[Users, str]:
-    """Return the users and the name of a split. The default is the test split, if there is one."""
+    """Return the users and the name of a split. The default is `test` or, without one, `validation`."""
     splits = trained.data.splits
     name = split or list(splits)[-1]
     if name not in splits:
@@ -395,10 +396,10 @@ def report(
 
     Args:
         trained: The run.
-        users: The users with their histories and the items to find.
+        users: The users with their histories and the items to predict.
         what: A description of these users, to be printed.
         folder: The directory to write the plot to.
-        accelerator: Provides the device. Only the current process takes part in the computation.
+        accelerator: Provides the device. All computations run in the current process.
         console: The console to print to.
     """
     from torchlml_lab import plots  # imports matplotlib, which training does not need
@@ -423,7 +424,7 @@ def report(
     model, popular = (100 * values["recall@20"] for values in found.values())
     say(
         [
-            f"Recall@20 is {model:.2f}% on {len(users)} users ({what}); recommending the most popular items "
+            f"Recall@20 is {model:.2f}% on {len(users)} users ({what}). Recommending the most popular items "
             f"reaches {popular:.2f}%.",
             f"Model: {own}{'' if own in WITHOUT_LOSS else f', epoch {trained.epoch}'}. All values are in "
             "percent.",

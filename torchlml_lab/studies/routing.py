@@ -26,11 +26,11 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 
 class TopK(nn.Module):
-    """Route by the k largest softmax probabilities, with the auxiliary loss of the Switch Transformer.
+    """Choose the experts with the k largest softmax probabilities, and return an auxiliary balancing loss.
 
-    The weights are the k probabilities, scaled to sum to 1. The loss is alpha * n * sum_j f_j * P_j, where n
-    is the number of experts, f_j is the share of assignments to expert j and P_j is its mean probability
-    (Fedus, Zoph and Shazeer, 2022).
+    The weights are the k probabilities, scaled to sum to 1. The loss is that of the Switch Transformer
+    (Fedus, Zoph and Shazeer, 2022): alpha * n * sum_j f_j * P_j, where n is the number of experts, f_j is
+    the fraction of assignments to expert j, and P_j is its mean probability.
     """
 
     def __init__(self, experts: int, k: int, alpha: float = 0.0) -> None:
@@ -46,11 +46,11 @@ class TopK(nn.Module):
 
 
 class LossFree(nn.Module):
-    """Balance the experts with biases.
+    """Choose experts by sigmoid scores plus biases that balance the load (Wang et al., 2024).
 
-    In each step, a bias rises by `rate` if its expert has fewer tokens than average and falls if it has more.
-    The biases affect only the choice of experts. The weights are the sigmoid scores of the chosen experts,
-    scaled to sum to 1 (Wang et al., 2024).
+    In each training step, the bias of an expert increases by `rate` if the expert received fewer tokens than
+    average, and decreases by `rate` if it received more. The biases affect only the choice of experts. The
+    weights are the sigmoid scores of the chosen experts, scaled to sum to 1.
     """
 
     bias: Tensor
@@ -71,10 +71,11 @@ class LossFree(nn.Module):
 
 
 class Sinkhorn(nn.Module):
-    """Choose experts by a balanced Sinkhorn plan during training, and by the logits at inference.
+    """Choose experts by a balanced transport plan in training, and by the logits at inference.
 
-    The weights are softmax probabilities (S-BASE, Clark et al., 2022). Sinkhorn does not cap the
-    entries of the plan at 1, although a token can use an expert only once.
+    The plan comes from Sinkhorn iterations (S-BASE, Clark et al., 2022). They do not cap its entries at 1,
+    although a token can use an expert only once. The weights are the softmax probabilities of the chosen
+    experts, scaled to sum to 1.
     """
 
     def __init__(self, experts: int, k: int) -> None:
@@ -90,7 +91,7 @@ class Sinkhorn(nn.Module):
         return weights / weights.sum(-1, keepdim=True), indices, logits.new_zeros(())
 
     def _column_potential(self, logits: Tensor) -> Tensor:
-        """Return the logarithm of the column scaling.
+        """Return the logarithms of the column scaling factors.
 
         The iteration stops when the relative error of the column sums is below 0.01, or after 100 steps.
         """
@@ -105,7 +106,7 @@ class Sinkhorn(nn.Module):
 
 
 class Balanced(nn.Module):
-    """`torchlml.TopKRouter`."""
+    """Route with `torchlml.TopKRouter`, which does not need an auxiliary loss."""
 
     def __init__(self, experts: int, k: int, temperature: float) -> None:
         super().__init__()
@@ -137,9 +138,10 @@ WIDTH, HIDDEN, CONTEXT = 64, 64, 64
 
 @functools.cache
 def text() -> tuple[Tensor, Tensor, int]:
-    """Return the training and validation parts of Python's help texts, and the number of distinct characters.
+    """Return Python's help texts as training and validation data, and the number of distinct characters.
 
-    The texts are part of Python, so nothing is downloaded. The last tenth of each topic is for validation.
+    The texts are part of Python, so nothing is downloaded. The last tenth of each topic is used for
+    validation. Each character is represented by an integer.
     """
     topics = [str(topic) for _, topic in sorted(pydoc_data.topics.topics.items())]
     number = {character: i for i, character in enumerate(sorted(set("".join(topics))))}
@@ -159,7 +161,7 @@ def batch(data: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 class Experts(nn.Module):
-    """A set of two-layer networks. Each token uses k of them."""
+    """The experts, which are two-layer networks. Each token uses K of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +218,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """The results of one interval of a run. A run consists of twenty intervals."""
+    """The metrics for one interval of a run. Each run has 20 intervals of equal length."""
 
     router: str
     seed: int
@@ -230,16 +232,16 @@ class RoutingRecord:
     """The load of the busiest expert, averaged over the steps of the interval; 1 is a fair share."""
     worst_load: float
     validation_loss: float
-    """The loss in evaluation mode after the last step of the interval."""
+    """The validation loss after the last step of the interval."""
     validation_load: float
     milliseconds: float
-    """The median time of a step."""
+    """The median duration of a training step."""
     seconds: float
     """The time since the start of the run."""
 
 
 def _look(router: str) -> dict[str, Any]:
-    """Return the color for a router's method and the line style for its setting."""
+    """Return the plot style of a router: the color shows its method, and the line style its setting."""
     method = router.split(",")[0]
     settings = [name for name in ROUTERS if name.split(",")[0] == method]
     style = ("-", "--", ":")[settings.index(router)]
@@ -247,10 +249,12 @@ def _look(router: str) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
-    """Draw means over seeds: validation loss minus that of the first router, and loads of the busiest expert.
+    """Plot the validation loss minus that of the first router, and the load of the busiest expert.
+
+    All values are means over the seeds.
 
     Args:
-        rows: The measurements.
+        rows: The records of all runs.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
@@ -310,9 +314,9 @@ def lines(rows: Sequence[RoutingRecord]) -> Iterable[tuple[str, ...]]:
 def write_page(rows: Sequence[RoutingRecord], page: Path) -> None:
     """Write the table as Markdown."""
     title = (
-        "The table shows the final validation loss in nats per character, mean ± standard deviation over "
-        "seeds. Loads are those of the busiest expert, measured during the second half of training; 1 is a "
-        'fair share. "Load" is the mean over steps, "largest load" is the maximum over steps, and '
+        "The table shows the final validation loss in nats per character (mean ± standard deviation over "
+        "seeds). Loads are those of the busiest expert during the second half of training, where 1 is a fair "
+        'share. "Load" is the mean over steps, "largest load" is the maximum over steps, and '
         '"validation load" is the mean over validation passes, in which the router runs in inference mode.'
     )
     with replacing(page) as temporary:
@@ -326,7 +330,7 @@ TABLE = StudyTable(RoutingRecord, lambda row: (list(ROUTERS).index(row.router), 
 
 
 def main(settings: RoutingSettings) -> None:
-    """Execute the missing runs, print and write the table, and draw the figure."""
+    """Train the models that are not in the CSV yet, print and write the table, and draw the figure."""
     for name, least in (("seeds", 1), ("steps", INTERVALS)):
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
@@ -348,10 +352,13 @@ def main(settings: RoutingSettings) -> None:
 
 
 def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord]:
-    """Execute the missing runs, and return the records of all runs. Each run updates the CSV."""
+    """Train the models that are not in the CSV yet, and return all records. Each run updates the CSV."""
     rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
     if any((row.steps, row.learning_rate) != (settings.steps, settings.learning_rate) for row in rows):
-        raise BadInput(f"`--csv` names `{settings.csv}`, which contains runs with different settings.")
+        raise BadInput(
+            f"`{settings.csv}` (`--csv`) contains runs with different settings: `--steps` and "
+            "`--learning-rate` must be the same for all runs."
+        )
     done = {(row.router, row.seed) for row in rows}
     # The seed varies slowest, so that an interrupted study has results for all routers.
     todo = [(name, seed) for seed in range(settings.seeds) for name in ROUTERS if (name, seed) not in done]

@@ -9,7 +9,7 @@ class DigitSettings:
     """The settings shared by both studies on images of digits."""
 
     images: int = 5000
-    """The number of training images, at least 100. The 2000 test images show other handwritten digits."""
+    """The number of training images, at least 100. The 2000 test images use other handwritten digits."""
     epochs: int = 30
     """The number of epochs, at least 1."""
 
@@ -25,7 +25,7 @@ class DemoSettings(DigitSettings):
     out: Path = Path("torchlml-demo")
     """The directory for `report.html` and the plots; it is created if it does not exist."""
     threads: int = 1
-    """The number of threads, from 1 to the number of cores. More than 1 brings no speedup at these sizes."""
+    """The number of threads, from 1 to the number of cores. More than 1 does not help at these sizes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RoutingSettings:
     seeds: int = 3
     """The number of repetitions with different weights and batches, at least 1."""
     steps: int = 400
-    """The number of training steps of 2048 tokens each, a multiple of 20."""
+    """The number of training steps, a multiple of 20. Each step uses 2048 tokens."""
     learning_rate: float = 0.003
     """The learning rate of Adam, the same for all routers."""
     csv: Path = Path("torchlml-routing.csv")
@@ -58,18 +58,18 @@ class RoutingSettings:
 class MissingLabelsSettings:
     """Train 17 methods on data with one observed label per sample, each tuned with the same procedure.
 
-    Results are saved in `tuning.csv` and `results.csv` as they are completed. After an interruption, repeat
-    the command to continue.
+    Results are saved to `tuning.csv` and `results.csv` as they become available. If the command is
+    interrupted, run it again to continue.
     """
 
     data: Path | None = None
-    """The data directory, which contains `missing-labels/voc2012.npz` etc.; by default `$TORCHLML_DATA`."""
+    """The data directory, with files such as `missing-labels/voc2012.npz`; by default `$TORCHLML_DATA`."""
     out: Path = Path("torchlml-missing-labels")
     """The directory for the two CSV files. Results that they already contain are not computed again."""
     datasets: tuple[str, ...] = ("voc2012", "yeast", "cal500", "tmc2007", "bibtex", "corel5k", "delicious")
-    """The data sets, in the order in which they are used."""
+    """The data sets to use, in this order."""
     heads: tuple[str, ...] = ("linear", "hidden")
-    """The models: `linear`, or `hidden` for one hidden layer of 128 units."""
+    """The models to train: `linear`, `hidden` (one hidden layer with 128 units), or both."""
     seeds: int = 5
     """The number of repetitions with different observed labels and validation samples, at least 1."""
     steps: int = 300

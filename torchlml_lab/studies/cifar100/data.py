@@ -1,4 +1,4 @@
-"""CIFAR-100: safe reading of the archive (no code is executed), samples, label noise and batches."""
+"""Read CIFAR-100 without executing code from its pickle files, add label noise, and build batches."""
 
 import io
 import pickle
@@ -37,7 +37,7 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-# The functions that rebuild arrays belong to numpy.core in old files and to numpy._core in new files.
+# Old files refer to these NumPy functions as members of numpy.core, and new files as members of numpy._core.
 _ALLOWED = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_reconstructor() for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar_reconstructor() for core in ("core", "_core")},
@@ -52,11 +52,11 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it requests `{module}.{name}`, which no CIFAR-100 file does")
+            raise pickle.UnpicklingError(f"it requests `{module}.{name}`, which CIFAR-100 files do not use")
         return _ALLOWED[module, name]
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it requests an external object, which no CIFAR-100 file does")
+        raise pickle.UnpicklingError("it requests an external object, which CIFAR-100 files do not use")
 
 
 ArchivePart = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -123,7 +123,7 @@ def _part(path: Path, content: bytes) -> ArchivePart:
                 or labels.min() < 0
                 or labels.max() >= classes
             ):
-                raise ValueError(f"its {name} labels are not all integers from 0 to {classes - 1}")
+                raise ValueError(f"its {name} labels must be integers from 0 to {classes - 1}")
     except Exception as error:  # a damaged pickle may raise any exception
         said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise BadInput(f"The CIFAR-100 file `{path}` is damaged: {said}.") from error
@@ -137,7 +137,7 @@ def load(content: bytes) -> Any:
 
 
 def _entry(values: Any, name: str) -> Any:
-    """Return an entry by name. The keys may be bytes, because Python 2 pickled the official files."""
+    """Return an entry by name. The keys may be bytes, because the official files come from Python 2."""
     if not isinstance(values, dict):
         raise ValueError("it does not contain a dictionary")
     for key in (name.encode(), name):
@@ -157,9 +157,10 @@ SPLIT_SEED = 1234
 
 @dataclass(frozen=True)
 class Part:
-    """Samples with fine and coarse labels; x is uint8 (N, 3, 32, 32) images or float32 (N, d) features."""
+    """Samples with fine and coarse labels."""
 
     x: Tensor
+    """uint8 images (N, 3, 32, 32) or float32 features (N, d)."""
     fine: Tensor
     coarse: Tensor
 
@@ -178,7 +179,7 @@ def read_images(path: Path) -> tuple[Part, Part]:
 
 
 def read_features(path: Path) -> tuple[Part, Part]:
-    """Read an npz with `x` (N, d), `fine` (N,), `coarse` (N,) and the bool `test` (N,).
+    """Read an npz file with the arrays `x` (N, d), `fine` (N,), `coarse` (N,) and `test` (N,), which is bool.
 
     Args:
         path: The file.
@@ -190,12 +191,10 @@ def read_features(path: Path) -> tuple[Part, Part]:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             x, fine, coarse, test = (file[name] for name in ("x", "fine", "coarse", "test"))
     except KeyError as error:
-        raise BadInput(
-            f"`--features` must contain `{error.args[0].split()[0]}`, but `{path}` does not."
-        ) from error
+        raise BadInput(f"`{path}` (`--features`) has no array `{error.args[0].split()[0]}`.") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         said = getattr(error, "strerror", None) or "it is not a complete npz file of arrays"
-        raise BadInput(f"`--features` names `{path}`, which cannot be read: {said}.") from error
+        raise BadInput(f"`{path}` (`--features`) cannot be read: {said}.") from error
     if x.ndim != 2 or x.dtype.kind != "f" or not len(x) == len(fine) == len(coarse) == len(test):
         raise BadInput(
             f"`{path}`: `x` must be a 2-D float array with one row per sample, but it has dtype {x.dtype} "
@@ -231,11 +230,11 @@ def with_noise(part: Part, probability: float, seed: int) -> Part:
 
     Args:
         part: The samples. Each fine label must always occur with the same coarse label.
-        probability: 0 keeps all labels. With 1, the labels depend only on the coarse class.
+        probability: The probability of resampling a label. With 1, labels depend only on the coarse class.
         seed: The noise seed. For the same seed, a higher probability resamples a superset of the labels.
 
     Returns:
-        The samples with their new labels. A resampled label may equal the original one.
+        The samples with their new labels. A resampled label may be the same as the original one.
     """
     coarse_of = torch.full((CLASSES,), -1)
     coarse_of[part.fine] = part.coarse
@@ -250,7 +249,7 @@ def with_noise(part: Part, probability: float, seed: int) -> Part:
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset over a part that returns whole batches of inputs and labels, with optional augmentation."""
+    """A dataset that returns whole batches of inputs and fine labels, with optional augmentation."""
 
     def __init__(self, part: Part, augment: bool = False) -> None:
         self.part, self.augment = part, augment
@@ -269,7 +268,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _cropped_and_flipped(x: Tensor) -> Tensor:
-    """Pad each image with four black pixels per side, crop it at random, and mirror it half of the time."""
+    """Pad each image with four black pixels per side, crop it at random, and mirror half of the images."""
     number, _, height, width = x.shape
     padded = torch.nn.functional.pad(x, (PADDING,) * 4)
     top, left = torch.randint(2 * PADDING + 1, (2, number, 1))

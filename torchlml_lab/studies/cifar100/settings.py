@@ -26,8 +26,8 @@ class Cifar100Settings(TrainSettings):
 
     The defaults for images follow the published recipe (Berrada et al. 2018): DenseNet 40-40 and SGD with
     Nesterov momentum 0.9, weight decay 1e-4 and batches of 64. The learning rate is 0.1, divided by ten after
-    half and three quarters of 300 epochs. Images are randomly cropped and mirrored. 5000 training images with
-    clean labels are held out for validation, and the epoch with the best top-5 accuracy on them is tested.
+    half and three quarters of 300 epochs. Images are randomly cropped and mirrored. For validation, 5000
+    training images with clean labels are held out. The epoch with the best top-5 accuracy on them is tested.
     The defaults for --features do not come from this recipe.
     """
 
@@ -44,9 +44,9 @@ class Cifar100Settings(TrainSettings):
     loss: Loss = "lml"
     """The loss function; bce treats every label except the observed one as absent."""
     k: int = 5
-    """The number of guesses k for the losses and for the top-k accuracy, from 1 to 99."""
+    """The k of the losses and of the top-k accuracy, from 1 to 99."""
     noise: float = 0.0
-    """The probability that a training label is resampled within its coarse class."""
+    """The probability that a training label is replaced by a random label of its coarse class."""
     temperature: float = 1.0
     """The temperature that divides the logits before the loss; for smooth-svm it is the tau of the loss."""
     epochs: int = 300
@@ -54,7 +54,7 @@ class Cifar100Settings(TrainSettings):
     weight_decay: float = 1e-4
     """The weight decay of SGD, at least 0."""
     validation: int = 5000
-    """The number of training samples held out for validation; they do not depend on the seed."""
+    """The number of training samples held out for validation; the choice does not depend on `--seed`."""
     samples: int | None = None
     """The number of training samples to use after holding out the validation samples; all by default."""
 
@@ -73,7 +73,7 @@ class SweepSettings(GridSettings):
     losses: tuple[Loss, ...] = LOSSES
     """The losses: cross-entropy, smooth-svm, truncated-entropy, lml, bce."""
     noises: tuple[float, ...] = NOISES
-    """The probabilities that a training label is resampled within its coarse class."""
+    """The probabilities that a training label is replaced by a random label of its coarse class."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
     temperatures: tuple[float, ...] = ()
     """The temperatures to try; by default `--run.temperature`."""
@@ -110,14 +110,14 @@ class LossTimesSettings(StepTimeSettings):
 
 
 def read_train(arguments: Sequence[str]) -> Cifar100Settings:
-    """Parse the options of `torchlml train cifar100`; the defaults for frozen features are different."""
+    """Parse the options of `torchlml train cifar100`. With `--features`, some defaults are different."""
     given = any(word == "--features" or word.startswith("--features=") for word in arguments)
     default = FEATURES if given else Cifar100Settings()
     return read_settings(Cifar100Settings, "train cifar100", arguments, default)
 
 
 def read_sweep(arguments: Sequence[str]) -> SweepSettings:
-    """Parse the options of `torchlml sweep cifar100`; the defaults for frozen features are different."""
+    """Parse the options of `torchlml sweep cifar100`. With `--run.features`, some defaults are different."""
     given = any(word.startswith("--run.features") for word in arguments)
     default = SweepSettings(run=FEATURES) if given else SweepSettings()
     return parse_settings(SweepSettings, "sweep cifar100", arguments, default)

@@ -22,7 +22,10 @@ from torchlml_lab.studies.cifar100.task import check, model_name, read, task
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """A run's settings, and its accuracies, by default at the epoch with the best validation accuracy."""
+    """The settings and accuracies of a run.
+
+    Unless noted otherwise, the accuracies are those after the epoch with the best validation accuracy.
+    """
 
     source: str
     """`features` or `wide-head` for frozen features, or the network for images."""
@@ -39,10 +42,10 @@ class AccuracyRecord:
     test_top1: float
     test_topk: float
     train_top1: float
-    """Measured, like `train_topk`, after the last epoch on noisy training labels; 1 if all are memorized."""
+    """Measured, like `train_topk`, on noisy training labels after the last epoch; 1 if all are memorized."""
     train_topk: float
     last_top1: float
-    """Measured, like `last_topk`, after the last epoch on the validation samples, which have clean labels."""
+    """Measured, like `last_topk`, on the validation samples after the last epoch; their labels are clean."""
     last_topk: float
     seconds: float
 

@@ -1,4 +1,4 @@
-"""`torchlml train cifar100`: one run of the study, on images or frozen features, and its networks."""
+"""`torchlml train cifar100`: train on images or frozen features, evaluate, and time training steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -181,7 +181,7 @@ def accuracies(
     accelerator: Accelerator,
     ks: Sequence[int],
 ) -> dict[str, float]:
-    """Compute, for each k, the share of samples whose label has one of the k largest logits."""
+    """Compute, for each k, the fraction of samples whose label has one of the k largest logits."""
     recall = TopKRecall(tuple(dict.fromkeys(ks)), sync_on_compute=False)
     for x, label in batches:
         logits, labels = accelerator.gather_for_metrics((network(x).float(), label))

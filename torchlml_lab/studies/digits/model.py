@@ -1,12 +1,12 @@
-"""The images of the demo, its networks (one for each method and seed) and their metrics.
+"""The images, networks and metrics of the demo.
 
 Each image shows k different handwritten digits side by side, and one of them is the observed label. The
 digits come with scikit-learn, so nothing is downloaded. They are split into training and test sets before the
 images are composed, so that no handwritten digit occurs in both.
 
-The networks for all data sets (seeds and conditions) are independent. For speed, they are trained together as
-stacked matrices. All losses use the same initial weights, the same batches in the same order, and the same
-optimizer.
+There is one data set for each combination of seed and condition, and each data set has its own network. For
+speed, the networks of a method are trained together as stacked matrices. All losses use the same
+initial weights, the same batches in the same order, and the same optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +31,14 @@ SKEW = 16.0
 
 @dataclass(frozen=True)
 class Images:
-    """N images of up to k digits: pixels (N, 8, 8 * k), present (N, 10) bool, observed digit (N,) int64."""
+    """N images, each of which shows up to k digits."""
 
     pixels: Tensor
+    """(N, 8, 8 * k), float32, from 0 to 1."""
     present: Tensor
+    """(N, 10), bool: the digits in each image."""
     named: Tensor
+    """(N,), int64: the observed digit of each image."""
 
 
 def make(
@@ -111,20 +114,20 @@ class Measured:
     count: float
     calibration_error: float
     reliability: Tensor
-    """(3, bins): the number of (image, digit) pairs with p in the bin, their mean p, and the share of
-    pairs whose digit is present."""
+    """(3, bins): the number of (image, digit) pairs with p in the bin, their mean p, and the
+    fraction of pairs whose digit is present."""
 
 
 # The columns of the table: the field of `Measured`, the heading, the meaning, and the number of decimals.
 COLUMNS = (
-    ("recall", "recall@k", "share of all digits in an image that are among the k with the largest p", 3),
+    ("recall", "recall@k", "fraction of the digits in an image that are among the k with the largest p", 3),
     ("hidden_recall", "unobserved", "recall@k of the unobserved digits only", 3),
-    ("exact", "exact set", "share of images where exactly the digits in the image have p > 0.5", 3),
+    ("exact", "exact set", "fraction of images where exactly the digits in the image have p > 0.5", 3),
     ("count", "p > 0.5", "mean number of digits per image with p > 0.5; the correct number is k", 2),
     (
         "calibration_error",
         "calibration",
-        "mean difference between p and the share of digits that are present; 0 is best",
+        "mean difference between p and the fraction of digits that are present; 0 is best",
         3,
     ),
 )
@@ -144,8 +147,8 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
     Returns:
         The metrics. Recall considers the top m digits of an image that shows m digits. For the calibration
         error, all (image, digit) pairs are grouped into ten bins by p. The error is the absolute difference
-        between a bin's mean p and its share of digits that are present, averaged over the bins with their
-        sizes as weights.
+        between a bin's mean p and its fraction of digits that are present, averaged over the bins in
+        proportion to their sizes.
     """
     rank = ranking.argsort(-1, descending=True).argsort(-1)
     top = rank < images.present.sum(-1, keepdim=True)
@@ -198,7 +201,7 @@ Index = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """A loss function of logits (rows, 10) and observed labels, and the map from logits to probabilities."""
+    """A loss function for logits (rows, 10) and observed labels, and its map from logits to probabilities."""
 
     name: str
     meaning: str
@@ -251,7 +254,7 @@ METHODS = (
 
 
 class StackedNetworks(nn.Module):
-    """One small network for each data set, as stacked matrices.
+    """One small network for each data set, stored as stacked matrices.
 
     Args:
         generators: One generator per network, for its initial weights.
@@ -314,8 +317,8 @@ def fit(
     """Train one network per data set.
 
     Args:
-        loss: Computes the loss of each row. Its arguments are the outputs (sets, rows, outputs), and
-            the indices of each row's data set and image in tensors (sets, images, ...).
+        loss: Computes the loss of each row from the outputs (sets, rows, outputs) and an `Index`, which
+            selects the targets of the rows from a tensor (sets, images, ...).
         sets: The training images of each data set, all of the same size.
         seeds: The seed of each data set, for the initial weights and the order of the batches.
         epochs: The number of epochs.
@@ -337,7 +340,7 @@ def fit(
             yield row, batch
 
     def mean_loss(model: nn.Module, where: Index) -> Tensor:
-        # Each network averages over its own batch, so its gradient does not depend on the others.
+        # Each network averages over its own batch, so its gradient does not depend on the other networks.
         return loss(model(x[where]), where).sum() / where[1].shape[1]
 
     for _ in range(epochs):

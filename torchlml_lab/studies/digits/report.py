@@ -21,7 +21,7 @@ SCALED = "cross-entropy x k"
 
 
 def sentences(results: Results, condition: str, k: int) -> list[str]:
-    """Return the findings for one condition, most important first.
+    """Return the findings for one condition, with the most important one first.
 
     Args:
         results: All measurements.
@@ -51,7 +51,7 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
         f"{average('cross-entropy', 'exact'):.0%}. The mean size of the set is {lml:.2f} for LML and "
         f"{softmax:.2f} for cross-entropy; the correct size is {k}.",
         f"Calibration: {_calibration(results, condition)}",
-        f"Softmax scaled by k: if k is known, the softmax can also be multiplied by k. The result predicts "
+        f"Softmax scaled by k: if k is known, the softmax can also be multiplied by k. This predicts "
         f"{average(SCALED, 'exact'):.0%} of the sets exactly, and LML predicts {average('LML', 'exact'):.0%} "
         f"({_verdict(results, condition, 'exact', 'LML', SCALED)}). Its calibration error is "
         f"{average(SCALED, 'calibration_error'):.3f}, and that of LML is "
@@ -61,7 +61,7 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
 
 
 def limits(seeds: int, k: int) -> str:
-    """Return the limitations of the demo, as sentences."""
+    """Return a paragraph about the limitations of the demo."""
     return (
         f"Limitations: the images are small, and only one small network is trained, with {seeds} seeds. All "
         f"losses use the same optimizer settings, which were not tuned for any of them. Every image shows "
@@ -85,9 +85,9 @@ def _verdict(results: Results, condition: str, measure: str, first: str, second:
     middle, deviation = spread(differences)
     by = f"by {abs(middle):.3f} ± {deviation:.3f}"
     if all(difference > 0 for difference in differences):
-        return f"{first} is higher in every seed, {by}"
+        return f"{first} is higher for every seed, {by}"
     if all(difference < 0 for difference in differences):
-        return f"{first} is lower in every seed, {by}"
+        return f"{first} is lower for every seed, {by}"
     return f"there is no consistent difference: {middle:+.3f} ± {deviation:.3f}"
 
 
@@ -108,8 +108,8 @@ def _calibration(results: Results, condition: str) -> str:
     )
 
 
-# A method has the same color and marker in every figure of the project. The two methods that occur only in
-# the demo are shown in a shade of a related color and in gray.
+# A method has the same color and marker in every figure of the project. Of the two methods that occur
+# only in the demo, one has a darker shade of the related method's color, and the other is gray.
 LOOK = {
     "cross-entropy": METHODS["cross-entropy"],
     "cross-entropy x k": (DARK_ORANGE, "s"),
@@ -121,7 +121,7 @@ LOOK = {
 
 
 def draw_scores(results: Results, k: int, picture: Path) -> None:
-    """Plot the recall of unobserved digits and the share of exact sets, as bars with standard deviations.
+    """Plot the recall of unobserved digits and the fraction of exact sets, with standard deviations.
 
     Args:
         results: All measurements.
@@ -146,7 +146,7 @@ def draw_scores(results: Results, k: int, picture: Path) -> None:
 
 
 def draw_calibration(results: Results, picture: Path) -> None:
-    """Plot reliability curves: the share of digits that are in the image against their predicted p.
+    """Plot reliability curves: the fraction of digits that are in the image against their predicted p.
 
     Args:
         results: All measurements; the seeds are pooled.
@@ -164,7 +164,7 @@ def draw_calibration(results: Results, picture: Path) -> None:
             axes.set_xlim(-0.03, 1.03)
             axes.set_ylim(-0.03, 1.03)
             axes.set_title(f"observed label: {condition}", loc="left", fontsize=10)
-        panels[0].set_ylabel("share of digits that are in the image")
+        panels[0].set_ylabel("fraction of digits that are in the image")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(LOOK), frameon=False, fontsize=9)
         _save(figure, picture)
@@ -231,7 +231,7 @@ tr.lml td { font-weight: 600; }
 }
 """
 ALTERNATIVES = {
-    "scores": "Bar charts of the recall of unobserved digits and of the share of exact sets, by method",
+    "scores": "Bar charts of the recall of unobserved digits and of the fraction of exact sets, by method",
     "calibration": "Reliability curves for all methods",
 }
 
@@ -258,7 +258,7 @@ def write(
         limits: The limitations of the demo.
         meanings: A description of each method, by name.
         plots: The PNG files to embed.
-        examples: A few test images of the uniform condition.
+        examples: A few test images from the uniform condition.
         answers: The probabilities (images, 10) that each method predicts for these images.
     """
     parts = [
@@ -328,7 +328,7 @@ def _example(examples: Images, answers: Mapping[str, Tensor], i: int) -> str:
 
 
 def _cell(p: float, present: bool) -> str:
-    ink = "#fff" if p > 0.85 else "#222"  # whichever text color has more contrast
+    ink = "#fff" if p > 0.85 else "#222"  # the text color with more contrast
     kind = ' class="present"' if present else ""
     return f'<td{kind} style="background: rgba(0, 114, 178, {p:.3f}); color: {ink}">{p:.2f}</td>'
 

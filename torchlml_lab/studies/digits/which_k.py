@@ -1,4 +1,4 @@
-"""`torchlml which-k`: the effect of a wrong k on LML, for a constant and a varying number of labels."""
+"""`torchlml which-k`: measure how a wrong k affects LML if the number of labels is constant or varies."""
 
 import time
 from collections.abc import Sequence
@@ -41,15 +41,15 @@ class WhichKRecord:
     digits: str
     """The number of digits in an image."""
     named: str
-    """The observed digits in each training image: `one` or `all`."""
+    """The number of observed digits in each training image: `one` or `all`."""
     method: str
     k: int
     """The k shared by all rows, or 0 for methods without a shared k."""
     seed: int
     recall: float
-    """The share of an image's digits that are in its top m, where m is the number of its digits."""
+    """The fraction of digits in an image that are among its top m, where m is their number."""
     exact: float
-    """The share of images where exactly the digits in the image have p > 0.5."""
+    """The fraction of images where exactly the digits in the image have p > 0.5."""
     count: float
     """The mean number of digits per image with p > 0.5."""
     calibration_error: float

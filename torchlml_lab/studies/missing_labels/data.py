@@ -1,4 +1,4 @@
-"""Read the data sets of the study, draw the split and the observed labels for a seed, and predict k."""
+"""Read the data sets of the study, choose a split and observed labels for a seed, and predict k."""
 
 import zipfile
 from collections.abc import Iterable
@@ -75,7 +75,7 @@ def check_files(names: Iterable[str], folder: Path) -> None:
     for name in names:
         if not path_of(name, folder).is_file():
             raise BadInput(
-                f"`--data` names `{folder}`, where the data set {name} is missing: `{path_of(name, folder)}` "
+                f"`{folder}` (`--data`) does not contain the data set {name}: `{path_of(name, folder)}` "
                 "does not exist."
             )
 
@@ -158,11 +158,11 @@ def _labeled_samples(name: str, x: Array, y: Array, train: Array | None, publish
 
 
 def split_of(data: Dataset, seed: int, published: bool = False) -> Split:
-    """Draw the validation samples and the observed labels for a seed, and scale the features.
+    """Choose the validation samples and the observed labels for a seed at random, and scale the features.
 
     Args:
-        data: The data set. Without an official split, the test samples are drawn as well.
-        seed: The random seed. Equal seeds give equal splits and labels.
+        data: The data set. Without an official split, the test samples are also chosen at random.
+        seed: The random seed. The same seed gives the same split and observed labels.
         published: Whether to use the published observed labels.
 
     Returns:
@@ -227,8 +227,8 @@ def predicted_k(split: Split) -> tuple[Tensor, Tensor, Tensor]:
     """Predict the number of labels of each sample by ridge regression, fitted on the validation samples.
 
     Only the validation samples are fully labeled. The predictions for them are leave-one-out predictions, so
-    that the choice of a learning rate is not biased. The penalty is the one that minimizes the squared error
-    of these predictions.
+    that the choice of a learning rate is not biased. The penalty minimizes the squared error of these
+    predictions.
 
     Args:
         split: The data for a seed.

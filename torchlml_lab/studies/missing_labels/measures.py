@@ -1,4 +1,4 @@
-"""The study's metrics for scores and probabilities of shape (samples, labels), and score recalibration."""
+"""Metrics for scores and probabilities of shape (samples, labels), and a recalibration of scores."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def recall_at(scores: Tensor, labels: Tensor, k: int) -> float:
-    """Compute the share of a sample's labels that have one of its k largest scores, averaged over samples."""
+    """Compute the fraction of a sample's labels among its k largest scores, averaged over samples."""
     found = labels.gather(-1, scores.topk(k, -1).indices).sum(-1)
     return float((found / labels.sum(-1)).mean())
 
@@ -58,7 +58,7 @@ def calibration_error(p: Tensor, labels: Tensor) -> float:
 
 
 def f1_score(chosen: Tensor, labels: Tensor) -> float:
-    """Compute the micro-averaged F1 of the chosen entries; 0 if there are neither choices nor labels."""
+    """Compute the micro-averaged F1 of the chosen entries. It is 0 without choices and labels."""
     hits, pairs = int((chosen & labels).sum()), int(chosen.sum()) + int(labels.sum())
     return 2 * hits / pairs if pairs else 0.0
 
@@ -76,7 +76,7 @@ class Calibration(NamedTuple):
 
 
 def recalibrated(scores: Tensor, labels: Tensor) -> Calibration:
-    """Fit a temperature and an offset by maximum likelihood, then the threshold with the best F1.
+    """Fit a temperature and an offset by maximum likelihood, then find the threshold with the best F1.
 
     Args:
         scores: (samples, labels), the scores of the validation samples.

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     k: Tensor
     """(samples,): the number of labels that the method expects for each sample."""
     weight: Tensor
-    """(configurations,): the value of the weight in the method's loss."""
+    """(configurations,): the weight in the method's loss, see `Method.weights`."""
     labels: Tensor
     """(samples, labels), bool: all labels, for the reference methods only."""
     estimates: Tensor | None = None
@@ -62,7 +62,7 @@ def all_labels(batch: Batch) -> Tensor:
 
 
 def assume_negative(batch: Batch) -> Tensor:
-    """AN: binary cross-entropy with every unobserved label as a negative."""
+    """AN: binary cross-entropy that treats every unobserved label as negative."""
     return _per_label(F.softplus(batch.x).sum(-1) - batch.observed_x, batch)
 
 
@@ -97,7 +97,7 @@ def expected_positive(batch: Batch) -> Tensor:
 def online_estimation(batch: Batch) -> Tensor:
     """ROLE: the loss of a classifier and a table of label estimates.
 
-    Each of the two is trained on the other's output and with EPR.
+    The classifier and the estimates are each trained on the other's probabilities and with EPR.
     """
     x, estimates = batch.x, batch.estimates
     assert estimates is not None

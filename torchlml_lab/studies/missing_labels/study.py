@@ -48,11 +48,12 @@ HEADS = ("linear", "hidden")
 HIDDEN = 128
 TUNING_SEEDS = (0, 1)
 _TOGETHER = 2**18
-"""The largest number of logits in a training step. If necessary, configurations are trained in groups."""
+"""The maximum number of logits in a training step. If all configurations together have more, they are trained
+in groups."""
 EXACT = ("yeast", "cal500", "tmc2007")
-"""The data sets for the exact k-subset loss. It takes several times as long as LML, so it is used only on
-these data sets and only with the linear head. On VOC 2012, k rounds to 1, where the loss equals softmax
-cross-entropy."""
+"""The data sets for the exact k-subset loss. This loss takes several times as long as LML, so it is used only
+on these data sets and only with the linear head. On VOC 2012, k rounds to 1, and for k = 1 the loss equals
+softmax cross-entropy."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def expected_counts(method: Method, split: Split) -> ExpectedCounts:
     parts = (split.x, split.validation_x, split.test_x)
     if method.k is None:
         return _predicted_counts(split)
-    # 1.5 times the mean may exceed the number of labels, where every probability would be 1.
+    # If k = 1.5 times the mean reached the number of labels, every probability would be 1.
     k = min(method.k * split.k, 0.9 * split.labels.shape[1])
     return ExpectedCounts(*(torch.full((len(part),), k) for part in parts))
 
@@ -272,7 +273,7 @@ class Study:
         for steps in (*(row.steps for row in self.tuning), *(row.steps for row in self.results)):
             if steps != settings.steps:
                 raise BadInput(
-                    f"`--steps` is {settings.steps}, but `--out` names `{settings.out}`, which contains "
+                    f"`--steps` is {settings.steps}, but `{settings.out}` (`--out`) contains "
                     f"results for {steps} steps. Use another directory."
                 )
 

@@ -153,16 +153,16 @@ def _range(
 
 
 def read_vrd(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
-    """Read `annotations_{train,test}.json`, `objects.json` and `predicates.json`.
+    """Read the VRD files `annotations_{train,test}.json`, `objects.json` and `predicates.json`.
 
     Args:
         folder: The directory with the files. It may also contain `{train,test}_image_metadata.json` with the
-            width and height of each image. Otherwise, the extent of the boxes is used.
+            width and height of each image. Otherwise, the size of an image is the extent of its boxes.
 
     Returns:
-        The training and test images. The boxes of an image are those in its relations, without duplicates, in
-        order of first occurrence, subject before object. A missing or damaged file raises `BadInput`. The
-        message names the file and, if applicable, the image.
+        The training and test images. The boxes of an image are those in its relations, without duplicates.
+        `SceneGraphs.rows` numbers them by first occurrence, subject before object. A missing or damaged file
+        raises `BadInput`. The message names the file and, if applicable, the image.
     """
     objects, predicates = (read_json(folder / f"{name}.json", list) for name in ("objects", "predicates"))
     training, test = (

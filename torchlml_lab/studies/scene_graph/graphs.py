@@ -50,8 +50,8 @@ class Image(NamedTuple):
 class SceneGraphs:
     """The scene graphs of many images; the boxes of an image are sorted from left to right.
 
-    Image i has the boxes `box_offsets[i]` to `box_offsets[i + 1]` and the relations `relation_offsets[i]` to
-    `relation_offsets[i + 1]`. Relations refer to boxes by their index within the image.
+    Image i has the boxes `box_offsets[i]:box_offsets[i + 1]` and the relations
+    `relation_offsets[i]:relation_offsets[i + 1]`. Relations refer to boxes by their index within the image.
     """
 
     names: tuple[str, ...]
@@ -105,7 +105,7 @@ class Splits(NamedTuple):
 
 
 def members(offsets: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the members of some groups of a jagged list, and the offsets of these groups in the result.
+    """Return the indices of all members of the given groups, and the offsets of the groups in the result.
 
     Example:
         >>> members(torch.tensor([0, 2, 5]), torch.tensor([1, 0]))
@@ -215,9 +215,9 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
 class RegionFeatures:
     """Region features in an HDF5 file with a group for each image, read on demand.
 
-    The name of a group is that of the image: the `image_id` in Visual Genome, or the file name in VRD. A
-    group has two arrays: `boxes` (B, d), in the order of the boxes in the scene-graph file, and `unions`
-    (B, B, d'), where entry [i, j] describes the union of boxes i and j or the pair itself.
+    Each group is named after its image: the `image_id` in Visual Genome, or the file name in VRD. It contains
+    two arrays: `boxes` (B, d), in the order of the boxes in the scene-graph file, and `unions` (B, B, d'),
+    where entry [i, j] describes the union of boxes i and j.
 
     Args:
         path: The file. An unreadable or invalid file raises `BadInput`.
@@ -235,7 +235,7 @@ class RegionFeatures:
                     sizes.add(self._check(file, name, count))
                     if len(sizes) > 1:
                         raise BadInput(
-                            f"`--region-features`: the vectors of all images in `{path}` must have the same "
+                            f"`{path}` (`--region-features`): the vectors of all images must have the same "
                             f"length, but those of image `{name}` have a different length."
                         )
         self.box_size, self.union_size = sizes.pop()
@@ -253,7 +253,7 @@ class RegionFeatures:
         return torch.cat(boxes), torch.cat(unions)
 
     def _check(self, file: h5py.File, name: str, boxes: int) -> tuple[int, int]:
-        where = f"`--region-features` is `{self.path}`, where image `{name}`"
+        where = f"`{self.path}` (`--region-features`): image `{name}`"
         missing = {"boxes", "unions"} - set(file.get(name, ()))
         if missing:
             raise BadInput(
@@ -307,8 +307,8 @@ class GraphBatches(Dataset[Batch]):
 
     Args:
         graphs: The images, each with at least two boxes.
-        regions: Their region features, or None.
-        shift: Computes the `bias_shift` of a batch, or None.
+        regions: The region features of the images, or None.
+        shift: A function that computes the `bias_shift` of a batch, or None.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class GraphBatches(Dataset[Batch]):
 
 
 def candidates(box_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all ordered pairs of different boxes of each image, sorted by subject and then by object.
+    """Return all ordered pairs of different boxes in each image, sorted by subject and then by object.
 
     Example:
         >>> candidates(torch.tensor([0, 2, 4]))

@@ -1,7 +1,7 @@
 """MotifNet-LeftRight (Zellers et al. 2018) for predicate classification with given boxes and object labels.
 
-The second half of this module computes the priors of the network: the frequency of each relation between two
-object classes, and word vectors.
+This module also computes the network's frequency bias, which depends on how often each relation occurs
+between two object classes, and reads word vectors for the initial object embeddings.
 """
 
 import zipfile
@@ -20,14 +20,15 @@ POSITION = 128
 
 
 class MotifNet(nn.Module):
-    """A network that scores every predicate for every candidate edge of the images in a batch.
+    """A network that scores every predicate for every candidate edge (ordered pair of boxes) in a batch.
 
     Args:
         objects: The number of object classes.
         outputs: The number of scores per edge: one per predicate, and one for "no relation" if needed.
         bias: (objects, objects, outputs), the initial frequency bias, or None for no bias.
         vectors: (objects, d), the initial object embeddings (zero rows are initialized randomly), or None.
-        regions: The sizes of the region features of boxes and unions, or None without visual input.
+        regions: The sizes of the region features of a box and of the union of two boxes, or None for a
+            network without visual input.
         hidden: The size of an object's context vector, which concatenates both directions of the LSTM.
         dropout: The dropout probability for embeddings and contexts.
     """
@@ -44,7 +45,7 @@ class MotifNet(nn.Module):
     ) -> None:
         super().__init__()
         width = 200 if vectors is None else vectors.shape[1]
-        # Motifs embeds the labels twice, for the object context and for the edge context.
+        # As in Motifs, labels have two embeddings: one for the object context and one for the edge context.
         self.object_embedding, self.edge_embedding = (_embedding(objects, width, vectors) for _ in range(2))
         self.position = nn.Sequential(nn.Linear(6, POSITION), nn.ReLU())
         seen = 0 if regions is None else regions[0]
@@ -68,7 +69,7 @@ class MotifNet(nn.Module):
         self.objects = objects
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the scores (E, outputs) of the candidate edges of a batch."""
+        """Return the scores (E, outputs) of all candidate edges in a batch."""
         seen = [] if batch.box_features is None else [batch.box_features]
         position = self.position(_places(batch.boxes))
         inputs = torch.cat((*seen, self.object_embedding(batch.labels), position), 1)
@@ -92,9 +93,9 @@ class MotifNet(nn.Module):
 class _SmallConvolution(nn.Conv2d):
     """A 3 x 3 convolution with stride 2, applied to flattened images.
 
-    It is computed as one matrix product over all edges. The rows of the matrix are the convolved unit images,
-    which are far fewer than the edges. With so many tiny images, the backward pass of a direct convolution
-    takes twice as long.
+    It is computed as one product of the images with a matrix. The matrix contains the convolutions of the
+    unit images, of which there are far fewer than edges. For a large number of tiny images, the backward pass
+    of a direct convolution takes twice as long.
     """
 
     def __init__(self, channels: int, more: int, side: int) -> None:
@@ -111,7 +112,7 @@ class _SmallConvolution(nn.Conv2d):
 
 
 class _Context(nn.Module):
-    """A bidirectional LSTM over the boxes of an image from left to right; it returns one vector per box."""
+    """A bidirectional LSTM over the boxes of an image, from left to right, with one output vector per box."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -131,14 +132,14 @@ class _Context(nn.Module):
 
 
 def masks(subject: Tensor, object_: Tensor) -> Tensor:
-    """Draw pairs of boxes on a small grid over their union, as in Motifs.
+    """Rasterize pairs of boxes on a small grid that covers their union, as in Motifs.
 
     Args:
         subject: (E, 4) boxes.
         object_: (E, 4) boxes.
 
     Returns:
-        (E, 2, GRID, GRID): the share of each cell covered by the subject and by the object, minus 0.5.
+        (E, 2, GRID, GRID): the fraction of each cell that the subject and the object cover, minus 0.5.
     """
     low = torch.minimum(subject[:, :2], object_[:, :2]).unsqueeze(1)
     size = (torch.maximum(subject[:, 2:], object_[:, 2:]).unsqueeze(1) - low).clamp(min=1e-6)
@@ -175,9 +176,9 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
 
     Args:
         training: The images to count pairs and relations in.
-        counts: An npz file with `subject`, `object` and `predicate` (numbered from 1) and `count`. Its
-            relations replace those of `training` and are scaled to the same total. The pairs of classes are
-            still counted in `training`.
+        counts: An npz file with the arrays `subject`, `object`, `predicate` (all numbered from 1) and
+            `count`. Its relations replace those of `training` and are scaled to the same total. The pairs of
+            classes are still counted in `training`.
 
     Returns:
         (objects, objects, 1 + predicates), float32: log(frequency + 0.001), as in Motifs.
@@ -204,7 +205,7 @@ class LeaveOneOut:
         self.objects = len(training.objects)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return the correction (E, 1 + predicates) for the edges of a batch of these images."""
+        """Return the correction (E, 1 + predicates) for the edges of a batch of training images."""
         pairs, predicates = self.found.shape
         subject, object_ = batch.labels[batch.edges].unbind(1)
         image = torch.arange(len(batch.images)).repeat_interleave(batch.edge_offsets.diff())
@@ -256,7 +257,7 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
         (names, d), float32; zeros for names without known words. An invalid file, or a text file that
         contains none of the words, raises `BadInput`.
     """
-    where = f"`--glove` is `{path}`, which"
+    where = f"`{path}` (`--glove`)"
     try:
         if path.suffix == ".npz":
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -287,12 +288,12 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
 
 def _read_counts(path: Path, objects: int, predicates: int) -> Tensor:
     """Read the counts (objects^2, predicates) from the file given by `--counts`."""
-    where = f"`--counts` is `{path}`, which"
+    where = f"`{path}` (`--counts`)"
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             columns = [file[name] for name in ("subject", "object", "predicate", "count")]
     except KeyError as error:
-        raise BadInput(f"{where} has no `{error.args[0].split()[0]}`.") from error
+        raise BadInput(f"{where} has no array `{error.args[0].split()[0]}`.") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         said = getattr(error, "strerror", None) or "it is not a complete npz file of arrays"
         raise BadInput(f"{where} cannot be read: {said}.") from error

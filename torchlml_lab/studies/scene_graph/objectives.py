@@ -70,7 +70,7 @@ def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
     k = min(k, flat.numel())
     if objective == "lml":
         return torchlml.lml(flat, k).view_as(scores)
-    # The probability of a label against only the competitors that the loss does not ignore.
+    # A label competes only with the labels that the loss does not ignore.
     rest = flat.topk(flat.numel() - k, largest=False).values.logsumexp(0)
     return (scores - rest).sigmoid()
 
@@ -110,7 +110,7 @@ class Method(NamedTuple):
 
 
 def method_of(objective: Objective, k: int) -> Method:
-    """Return the method for an objective and k, without k if the objective does not take it."""
+    """Return the method for an objective and k. If the objective does not take k, it is ignored."""
     return Method(objective, k if takes_k(objective) else None)
 
 
@@ -135,5 +135,5 @@ def parse_method(name: str) -> Method:
     method = find_method(name)
     if method is None:
         known = ", ".join(f"{one}-K" if takes_k(one) else one for one in OBJECTIVES)
-        raise BadInput(f"`--methods` must contain {known} (K is an integer), but it contains `{name}`.")
+        raise BadInput(f"`--methods` may contain only {known} (K is an integer), but it contains `{name}`.")
     return method

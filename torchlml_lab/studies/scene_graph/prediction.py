@@ -19,9 +19,9 @@ from torchlml_lab.studies.scene_graph.settings import PredictSettings
 from torchlml_lab.studies.scene_graph.task import TrainedGraphs, load, vision
 
 _BACK = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-_LINE = 0.165  # height of a line of the list, in inches
+_LINE = 0.165  # height of a line in the list, in inches
 _BEND = 0.12  # curvature of an arrow, relative to its length
-_NEAR_SUBJECT = 0.3  # position of an arrow's label, near the subject because arrows may meet at objects
+_NEAR_SUBJECT = 0.3  # position of a label along its arrow; labels near the object would overlap
 
 
 class Triple(NamedTuple):
@@ -32,7 +32,7 @@ class Triple(NamedTuple):
     predicate: str
     probability: float
     observed: bool
-    """Whether the relation is annotated in the file."""
+    """Whether the relation is annotated in the data set."""
 
 
 def draw(graphs: SceneGraphs, image: int, triples: list[Triple], picture: Path) -> None:

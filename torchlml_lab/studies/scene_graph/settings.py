@@ -31,7 +31,7 @@ class SceneGraphSettings(TrainSettings):
     vrd: Path | None = None
     """The VRD directory: `annotations_{train,test}.json`, `objects.json` and `predicates.json`."""
     objective: Objective = "lml"
-    """The loss function: softmax per edge (as in Motifs), or one of the other losses over the whole image."""
+    """The loss function. `softmax` applies to each edge, as in Motifs; the others apply to a whole image."""
     k: int = 20
     """The number of relations per image that lml and truncated-entropy predict in training, at least 1."""
     one_per_edge: bool = False
@@ -39,13 +39,13 @@ class SceneGraphSettings(TrainSettings):
     glove: Path | None = None
     """GloVe vectors for label embeddings: the official text file, or an npz file (`names` and `vectors`)."""
     counts: Path | None = None
-    """Counts for the frequency bias: npz file with `subject`, `object`, `predicate` (from 1) and `count`."""
+    """An npz file with counts for the frequency bias: `subject`, `object`, `predicate` (from 1), `count`."""
     leave_one_out: bool = False
     """During training, exclude each image from the counts for its own frequency bias."""
     without_bias: bool = False
-    """Train without a frequency bias. By default, it is computed from the training images."""
+    """Train without a frequency bias. By default, the bias is computed from the training images."""
     region_features: Path | None = None
-    """Features from your own detector: an HDF5 file with `boxes` and `unions` in one group per image."""
+    """Features from an object detector: an HDF5 file with `boxes` and `unions` in one group per image."""
     validation: int = 300
     """The number of training images held out to select the best epoch."""
     split_seed: int = 0
@@ -55,7 +55,7 @@ class SceneGraphSettings(TrainSettings):
     dropout: float = 0.2
     """The dropout probability for embeddings and contexts."""
     epochs: int = 8
-    """The number of epochs, at least 1; the learning rate decays to 0 along a cosine."""
+    """The number of epochs, at least 1; the learning rate follows a cosine schedule down to 0."""
     batch_size: int = 16
     """The number of images per step over all processes, a multiple of the number of processes."""
     learning_rate: float = 1e-3
@@ -63,7 +63,7 @@ class SceneGraphSettings(TrainSettings):
     weight_decay: float = 1e-4
     """The weight decay of AdamW."""
     clip: float = 5.0
-    """The maximum norm of the gradient; longer gradients are clipped."""
+    """The maximum norm of the gradient; larger gradients are scaled down."""
 
 
 METHODS = ("softmax", *(f"{one}-{k}" for one in ("lml", "truncated-entropy") for k in (20, 50, 100)), "bce")
@@ -93,12 +93,12 @@ class SweepSettings(GridSettings):
 
 @dataclass(frozen=True)
 class MovedData:
-    """The current paths of a run's data; only files that have moved need an option."""
+    """The new paths of a run's data; only data that has moved since training needs an option."""
 
     vg: Path | None = None
-    """The path of the Visual Genome directory, if it has moved or there is no run."""
+    """The path of the Visual Genome directory, if it has moved or no run is given."""
     vrd: Path | None = None
-    """The path of the VRD directory, if it has moved or there is no run."""
+    """The path of the VRD directory, if it has moved or no run is given."""
     glove: Path | None = None
     """The new path of the GloVe vectors, if they have moved."""
     counts: Path | None = None
@@ -121,7 +121,7 @@ class EvaluateSettings(MovedData):
 
 @dataclass(frozen=True)
 class ObjectiveTimesSettings(StepTimeSettings, MovedData):
-    """Time training steps with each loss on the same images, from a run's data, --vg or --vrd."""
+    """Time training steps with each loss on the same images, taken from a run, --vg or --vrd."""
 
     run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """A run directory that provides the data and settings; not needed with --vg or --vrd."""

@@ -39,7 +39,7 @@ FREQUENCY = "frequency"
 
 @dataclass(frozen=True)
 class RecallRecord:
-    """The recalls from one evaluation, with its run, epoch and split."""
+    """The recalls of one run after one epoch, on one split."""
 
     data: str
     """`vg` or `vrd`."""
@@ -74,7 +74,7 @@ class RecallRecord:
 
 
 def columns(measures: dict[str, float]) -> dict[str, float]:
-    """Return the metrics by their column names in a record."""
+    """Return the metrics, keyed by their column names in a record."""
     return {"recall": measures["recall"]} | {column(name): measures[name] for name in RECALLS + MEAN_RECALLS}
 
 
@@ -242,7 +242,7 @@ def frequencies(settings: SweepSettings, splits: Splits) -> list[RecallRecord]:
 
 
 def variant(settings: SceneGraphSettings, trained: bool = True) -> str:
-    """Return the value of the `variant` column. For an untrained method, only `counts` applies."""
+    """Return the value of the `variant` column. For the untrained baseline, only `counts` applies."""
     differs = {
         "one-per-edge": settings.one_per_edge and trained,
         "without-bias": settings.without_bias and trained,

@@ -42,7 +42,7 @@ RECALLS = tuple(f"{mode}R@{k}" for mode in ("", "ng-") for k in KS)
 """The recalls with the graph constraint (one predicate per pair) and without it (prefix `ng-`)."""
 MEAN_RECALLS = tuple(f"{mode}mR@{k}" for mode in ("", "ng-") for k in KS)
 CHOSEN_BY = "recall"
-"""The mean of `RECALLS`, which does not favor the k of any objective."""
+"""The metric that selects the best epoch: the mean of all `RECALLS`, so that no k is favored."""
 _HERE: dict[str, Any] = {"sync_on_compute": False}  # `score` already gathers results from all processes
 
 
@@ -53,12 +53,12 @@ Scored = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]
 def score(
     rank_by: Callable[[Batch], Tensor], batches: Iterable[Batch], accelerator: Accelerator
 ) -> Iterator[Scored]:
-    """Rank the triples of all images, batch by batch.
+    """Score all triples (subject, predicate, object) of all images, batch by batch.
 
     Args:
-        rank_by: Computes the scores (E, predicates) that rank the triples of each image.
+        rank_by: Computes scores (E, predicates), by which the triples of each image are ranked.
         batches: The images.
-        accelerator: Gathers the images from all processes, without duplicates.
+        accelerator: Gathers the results from all processes, without duplicates.
 
     Yields:
         The predictions and targets of a batch.
@@ -85,7 +85,7 @@ def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tenso
     """Compute the recall of each predicate separately.
 
     Args:
-        scored: The images.
+        scored: The predictions and targets of all images.
         predicates: The number of predicates.
 
     Returns:
@@ -175,7 +175,7 @@ def check(settings: SceneGraphSettings) -> None:
     if settings.without_bias and (settings.counts is not None or settings.leave_one_out):
         given = "--leave-one-out" if settings.counts is None else "--counts"
         raise BadInput(
-            f"`{given}` cannot be combined with `--without-bias`, because it defines the frequency bias."
+            f"`{given}` cannot be combined with `--without-bias`, which removes the frequency bias."
         )
     if settings.counts is not None and settings.leave_one_out:
         raise BadInput(
@@ -184,7 +184,7 @@ def check(settings: SceneGraphSettings) -> None:
 
 
 def read(settings: SceneGraphSettings) -> Splits:
-    """Read the images of the run and split them."""
+    """Read the run's images, and split them into training, validation and test images."""
     if settings.vg is not None:
         training, test = datasets.read_visual_genome(settings.vg)
     else:
@@ -231,7 +231,7 @@ def task(settings: SceneGraphSettings, splits: Splits) -> Task:
 
 
 def ranker(objective: Objective, motifs: torch.nn.Module) -> Callable[[Batch], Tensor]:
-    """Return a function that ranks the triples of a batch by the network's scores."""
+    """Return a function that computes the scores by which the triples of a batch are ranked."""
     return lambda batch: objectives.ranking(objective, motifs(batch))
 
 
@@ -266,7 +266,7 @@ class TrainedGraphs(NamedTuple):
     regions: RegionFeatures | None
     model: MotifNet
     epoch: int
-    """The epoch of the weights: the best one on validation so far."""
+    """The epoch of the weights, which is the best one so far on the validation images."""
 
 
 def load(run: Path, moved: MovedData) -> TrainedGraphs:
@@ -274,7 +274,7 @@ def load(run: Path, moved: MovedData) -> TrainedGraphs:
 
     Args:
         run: A directory created by `torchlml train scene-graph`; any other directory raises `BadInput`.
-        moved: The current paths of its data.
+        moved: The new paths of data that has moved since training.
 
     Returns:
         The run, with the network on the CPU in evaluation mode.
