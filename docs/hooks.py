@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages from other directories, links between them, MathML, and llms.txt.
+"""MkDocs hooks that add pages from outside docs/, translate links, render formulas and write llms.txt.
 
 The studies in results/, CHANGELOG.md and other pages in the root directory stay where readers of the
 repository expect them. The hooks add them to the site and translate relative links, which are written for the
@@ -36,7 +36,7 @@ SECTIONS = {
     "losses": "choosing-a-loss.md",
     "benchmarks": "benchmarks.md",
 }
-# The titles of the pages with generated tables, which have no headings.
+# Titles of the pages with generated tables, whose files contain no headings.
 TABLES = {
     "results/benchmarks.md": "Benchmarks: all tables",
     "results/multilabel/kept-labels.md": "Multi-label: all tables",

@@ -1,4 +1,4 @@
-"""The report of `torchlml demo`: pictures come before numbers, and the page is readable on a phone."""
+"""The report of `torchlml demo` shows pictures before numbers and is readable on a phone."""
 
 from __future__ import annotations
 

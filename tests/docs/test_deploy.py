@@ -1,4 +1,4 @@
-"""docs/deploy.md: the exported models run in onnxruntime and in a program without Python."""
+"""The models exported in docs/deploy.md run in onnxruntime and in a program without Python."""
 
 from __future__ import annotations
 

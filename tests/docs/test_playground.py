@@ -1,4 +1,4 @@
-"""The playground in a browser: its numbers match the library, and mouse, touch and keyboard work."""
+"""In a browser, the playground shows the library's numbers and works with mouse, touch and keyboard."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_hundred_settings_give_the_numbers_of_the_library(page: Any) -> None:
 def test_ties_and_extreme_k_give_the_numbers_of_the_library(page: Any, logits: list[float], k: float) -> None:
     for temperature in (0.05, 1):
         shown = show(page, logits=logits, k=k, temperature=temperature, gap=0, bound="exactly")
-        # At the alternating logits, the constrained layers are at a kink and have no derivative.
+        # With alternating logits, the constrained layers are at a kink and have no derivative.
         check(shown, gradients=logits[1] != 1.0)
 
 
@@ -334,7 +334,7 @@ def test_the_logits_cover_nothing_in_a_low_window(browser: Any, size: tuple[int,
 
 @pytest.mark.parametrize("size", [(320, 640), (390, 844), (844, 390)])
 def test_touch_targets_are_large(browser: Any, size: tuple[int, int]) -> None:
-    """Targets are at least 44 by 44 px. Only the ten bars are narrower, because they share the page width."""
+    """Touch targets are at least 44 by 44 px. Only the ten bars, which share the width, are narrower."""
     page = opened(browser, *size)
     boxes = page.evaluate(
         "[...document.querySelectorAll("

@@ -1,4 +1,4 @@
-"""The README and other pages: snippets run, named commands and tests exist, links and numbers are correct."""
+"""The snippets, commands, links and numbers in the README and on other pages are correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes: each one is short, runs within seconds and prints the output shown on its page."""
+"""Each recipe is short, runs within seconds and prints the output shown on its page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str
 
 
 def close(said: str, written: str) -> bool:
-    """Whether the words are equal and the numbers agree, up to differences between torch versions."""
+    """Whether the words match and the numbers agree, allowing for differences between torch versions."""
     if NUMBER.sub("#", said).split() != NUMBER.sub("#", written).split():
         return False
     pairs = zip(NUMBER.findall(said), NUMBER.findall(written), strict=True)

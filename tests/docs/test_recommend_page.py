@@ -1,4 +1,4 @@
-"""The page about recommendation: every table row and every number in its text follows from the CSV files."""
+"""Every table row and every number on the page about recommendation follows from the CSV files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import mean, stdev
 import pytest
 
 from tests.docs.test_missing_labels_sentences import check
-from tests.docs.test_results_tables import RESULTS, Row, of_section, rows
+from tests.docs.test_results_tables import RESULTS, Row, list_item, of_section, rows
 from torchlml_lab.figures.multilabel import PUBLISHED
 from torchlml_lab.recommend import item_weights
 from torchlml_lab.recommend.histories import by_popularity, read
@@ -112,7 +112,7 @@ def test_the_table_of_the_figure_is_the_table_of_the_page() -> None:
 
 
 def test_the_parts_of_the_default() -> None:
-    (table,) = of_section(FOLDER / "README.md", "Parts of the default", "part")
+    (table,) = of_section(FOLDER / "README.md", "Parts of the default model", "part")
     parts, (whole, *_) = rows(FOLDER / "default-parts.csv"), runs("auto")
     assert {row["seed"] for row in parts} == {"0"} == {whole["seed"]}
     assert sum(float(row["weight"]) for row in parts) == 1
@@ -123,7 +123,7 @@ def test_the_parts_of_the_default() -> None:
     assert table.lines == expected
     weights = {row["part"]: float(row["weight"]) for row in parts}
     assert (weights["ease"], weights["autoencoder"]) == (0.5, 0)
-    for name in ("ease", "graph-filter"):  # the same model as in its own run
+    for name in ("ease", "graph-filter"):  # the part is the same model as in the separate run
         (alone,) = runs(name)
         (part,) = (row for row in parts if row["part"] == name)
         assert all(abs(float(alone[one]) - float(part[one])) < 1e-5 for one in measured)
@@ -200,9 +200,9 @@ def test_the_findings() -> None:
     known = PUBLISHED["MF, softmax"]
     assert all(abs(own - 100 * other) < 0.15 for own, other in zip(best, known, strict=True))
     sentences = [
-        f"The default minus the graph filter is {span(over_filter[0], ' to ', 2)} points of Recall@20 and "
-        f"{span(over_filter[1], ' to ', 2)} of nDCG@20",
-        f"The default is {span(differences(AUTO, EASE))} points of Recall@20 above EASE",
+        f"The default model minus the graph filter is {span(over_filter[0], ' to ', 2)} points of Recall@20 "
+        f"and {span(over_filter[1], ' to ', 2)} of nDCG@20",
+        f"The default model is {span(differences(AUTO, EASE))} points of Recall@20 above EASE",
         f"LML minus softmax is {span(soft[0])} points of Recall@20 and {span(soft[1])} of nDCG@20",
         f"LML minus BCE is {span(bce[0], ' to ')} and {span(bce[1], ' to ')}",
         f"(±{deviations[0]:.2f} vs. ±{deviations[1]:.2f})",
@@ -213,8 +213,8 @@ def test_the_findings() -> None:
         f"EASE is {pairs['EASE']} points below the published EASE",
         f"matches the published softmax ({published('MF, softmax')})",
         f"Our softmax is {pairs['MF, softmax']} points below the published one",
-        "temperature 0.1 was better than 0.07 and 0.15 for every loss",
-        "learning rate 0.02 slightly better than 0.04",
+        "a temperature of 0.1 was better than 0.07 and 0.15 for every loss",
+        "a learning rate of 0.02 was slightly better than 0.04",
     ]
     check(PAGE, "Findings", sentences)
 
@@ -307,8 +307,7 @@ def test_the_other_pages() -> None:
     text = " ".join((root / "README.md").read_text(encoding="utf-8").split())
     light, bspm = (f"{100 * PUBLISHED[name][0]:.1f}" for name in ("LightGCN", "BSPM"))
     assert f"Recall@20 = {recall} on Gowalla (published: LightGCN {light}, BSPM {bspm};" in text
-    text = (RESULTS / "README.md").read_text(encoding="utf-8")
-    (line,) = (line for line in text.split("\n") if line.startswith("| [Recommendation]"))
+    line = list_item(RESULTS / "README.md", "Recommendation")
     assert f"{recall} / {ndcg}" in line
     encoder, factors = TUNED
     soft = span(differences((encoder, LML), (encoder, SOFTMAX)))

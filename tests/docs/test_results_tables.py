@@ -1,4 +1,4 @@
-"""The tables on the result pages: every number matches the corresponding CSV."""
+"""Every number in the tables on the result pages matches the corresponding CSV."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def of_section(page: Path, section: str, first_head: str | None = None) -> list[
     ]
     assert found
     return found
+
+
+def list_item(page: Path, link: str) -> str:
+    """Return the list item that starts with the link `[link]`, as one line."""
+    items = re.findall(r"^- (\[.*(?:\n  .*)*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    (found,) = (item for item in items if item.startswith(f"[{link}]"))
+    return " ".join(found.split())
 
 
 def rows(path: Path) -> list[Row]:
@@ -163,7 +170,7 @@ LOSSES = {
 
 
 def check_noises(table: Table, columns: list[tuple[str, str, str]], digits: int) -> None:
-    """Check a table with a line for each loss. `columns` names the CSV, noise and measure of each column."""
+    """Check a table with a line for each loss. `columns` lists the CSV, noise and measure of each column."""
     for title, *cells in table.lines:
         for (name, noise, measure), cell in zip(columns, cells, strict=True):
             found = [
@@ -395,7 +402,7 @@ def shown(values: list[float]) -> str:
 
 
 def own_differences(metric: str) -> dict[Place, tuple[str, list[float]]]:
-    """Return the best other method (by its mean), and torchlml minus this method for each seed."""
+    """Return the best other method, by its mean, and the lead of torchlml over it for each seed."""
     found = {}
     for place, methods in own_data().items():
         values = {name: percent(runs, metric) for name, runs in methods.items()}
@@ -471,9 +478,9 @@ def test_own_data_summary() -> None:
         for (data, samples), (_, values) in own_differences(metric).items():
             if mean(values) < 0:
                 behind[data].append(int(samples))
-        listed = page.split(f"**{title}.**")[1].split("torchlml is behind on ")[1].split(" samples.")[0]
-        parts = dict(part.split(" with ") for part in listed.split("; "))
-        found = {data: [int(n) for n in re.findall(r"\d+", numbers)] for data, numbers in parts.items()}
+        listed = page.split(f"**{title}.**")[1].split("torchlml is behind on ")[1].split(".")[0]
+        parts = re.findall(r"(\w+) \(([^)]*)\)", listed)
+        found = {data: [int(n) for n in re.findall(r"\d+", numbers)] for data, numbers in parts}
         assert found == {data: sorted(numbers) for data, numbers in behind.items()}
     near = {
         metric: sum(abs(mean(values)) < stdev(values) for _, values in own_differences(metric).values())
@@ -507,7 +514,7 @@ def test_own_data_summary() -> None:
             for runs in methods.values()
             if name == data
         ]
-        assert f"{max(means):.{digits}f}% of" in page
+        assert f"{max(means):.{digits}f}% of the" in page
 
 
 def test_own_data_targets() -> None:

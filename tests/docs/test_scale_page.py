@@ -1,4 +1,4 @@
-"""docs/scale.md: the tables match `training.csv` and the formulas that `test_numbers_sent` verifies."""
+"""The tables in docs/scale.md match `training.csv` and the formulas that `test_numbers_sent` verifies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables on the pages about sets and balanced routing: every number matches its CSV."""
+"""The numbers on the pages about sets and balanced routing match the CSV files."""
 
 from __future__ import annotations
 
