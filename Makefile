@@ -2,8 +2,7 @@
 # compiler.
 PYTHON ?= python3
 VENV ?= .venv
-# Two processes with one thread each, because most tests are small and because using more threads than cores would slow
-# the tests down.
+# Run two processes with one thread each. Most tests are small, and more threads than cores would slow them down.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 ifeq ($(OS),Windows_NT)
@@ -124,8 +123,8 @@ docs-serve: $(STAMP)  ## build and serve the site, with live reload
 
 install: $(STAMP)  ## create .venv and install the package with all development tools
 
-# torch is installed first and from constraints.txt, because the build below compiles against the installed torch and
-# because other builds of torch download gigabytes. `-c` prevents later steps from replacing it.
+# Install torch first, in the version from constraints.txt, because the build below compiles against the installed torch.
+# `-c` prevents later steps from replacing it with another build, which may download gigabytes.
 $(STAMP): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("torchlml requires Python 3.10 or newer, but $(PYTHON) is " + sys.version.split()[0] + ". Try make PYTHON=python3.12.")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)

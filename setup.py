@@ -77,8 +77,8 @@ def site_folders() -> Iterator[Path]:
 
     With pip's build isolation, installed packages cannot be imported, but the interpreter still knows their
     directories. Other tools (uv, build) create their own interpreter for the build; the target environment is
-    then on PATH if it was activated. Only stable-ABI headers are read and only the name of a library is
-    linked, so torch may be installed for any Python version.
+    then on PATH if it was activated. The build reads only the stable-ABI headers and links a library by name,
+    so the torch that is found may be installed for any Python version.
     """
     spec = importlib.util.find_spec("torch")
     if spec and spec.origin:
@@ -122,7 +122,7 @@ def torch_home() -> Path:
 
 
 class BuildKernel(build_ext):
-    """The `build_ext` command, with one object file per instruction set. A failed build raises no error."""
+    """A `build_ext` command that compiles one kernel per instruction set. A failed build raises no error."""
 
     def run(self) -> None:
         # Compute the path now, because a failed in-place build clears it.
@@ -192,7 +192,7 @@ class BuildKernel(build_ext):
 
 
 def use_clang_cl(compiler: object) -> None:
-    """Make setuptools' Windows compiler call clang-cl with the linker and headers that it found for cl."""
+    """Make setuptools call clang-cl on Windows, with the linker and the headers that it found for cl."""
     if not compiler.initialized:
         compiler.initialize()
     found = shutil.which("clang-cl", path=os.pathsep.join([compiler._paths, os.environ.get("PATH", "")]))
@@ -217,7 +217,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Wheel(bdist_wheel):
-    """The `bdist_wheel` command. The wheel is platform-specific only if the build produced a kernel."""
+    """A `bdist_wheel` command whose wheel is platform-specific only if the build produced a kernel."""
 
     def run_command(self, command: str) -> None:
         super().run_command(command)

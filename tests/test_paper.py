@@ -1,7 +1,7 @@
-"""The claims of the paper (Amos, Koltun and Kolter, 2019), each verified by an independent computation.
+"""Verify the claims of the paper (Amos, Koltun and Kolter, 2019) with independent computations.
 
-"Independent" means a general solver (scipy), a linear system (numpy) or an enumeration: no expected value
-comes from the library.
+The expected values come from a general solver (scipy), a linear system (numpy) or an enumeration, never from
+the library.
 """
 
 import math
@@ -192,7 +192,7 @@ CONTEXTS, LABELS, K = 12, 8, 3
 
 
 class Realizable:
-    """Twelve contexts, each with three true labels out of eight. Each sample shows only one of the three.
+    """A data set with twelve contexts, each with three true labels out of eight. A sample shows one of them.
 
     The logits are a table plus a bias for each label, so the model can represent the true labels. Every label
     is true in some context.

@@ -1,7 +1,7 @@
-"""Hash the results of the library, to verify that a change does not alter a single bit.
+"""Hash the library's results, to verify that a code change does not alter a single bit of them.
 
-    python tools/bits.py --out before.json      # then change the code, and
-    python tools/bits.py --compare before.json  # lists every hash that changed
+    python tools/bits.py --out before.json      # run before changing the code
+    python tools/bits.py --compare before.json  # run after the change, to list the hashes that differ
 
 The compiled kernel and pure PyTorch both compute the projection, its logarithm, the dual variable, the losses
 (with and without a fused linear layer), their gradients and all related operators, on the rows from the tests
@@ -114,7 +114,7 @@ def _hashes() -> Iterator[tuple[str, str]]:
 
 
 def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
-    """Yield outputs, multipliers and the gradients of x and k, for equal, unequal and at-most capacities."""
+    """Yield y, the multipliers, and the gradients for x and k. Capacities are equal, unequal or at-most."""
     generator = torch.Generator().manual_seed(0)
     capacity = torch.tensor([20.0, 30.0, 10.0, 40.0, 20.0, 8.0])
     for scale in (0.3, 3.0):
@@ -127,7 +127,7 @@ def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
 
 
 def _layer(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
-    """Yield outputs and the gradients of x and k, for each row, each row with a mask, and a jagged batch."""
+    """Yield y and the gradients for x and k, for each row, each row with a mask, and a jagged batch."""
     for i, (x, k) in enumerate(rows):
         yield from _with_gradients(function, x.unsqueeze(0), torch.tensor([k], dtype=torch.float64))
         mask = torch.arange(x.shape[0]) % 7 != i % 7
@@ -150,7 +150,7 @@ def _with_gradients(
 def _bracketing(
     x: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None, offsets: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute y from the dual variable that Algorithm 1 finds, not rounded to the dtype of x."""
+    """Compute y from the dual variable that Algorithm 1 finds, without rounding it to the dtype of x."""
     c = canonical(x, k, -1, mask, offsets)
     solve = functools.partial(solve_bracketing, samples=None, tolerance=None, max_iterations=100)
     return c.restore(implicit.lml(c.x, c.k, c.mask, c.offsets, solve), -1)
@@ -215,7 +215,7 @@ def _choices(rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
 
 def _bytes(t: torch.Tensor | None) -> bytes:
     assert t is not None
-    # Zeros may differ in sign and NaNs in payload, so convert both to one form.
+    # The sign of a zero and the payload of a NaN may differ, so normalize both.
     t = torch.where(t.isnan(), torch.nan, t.detach()) + 0.0
     return t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 

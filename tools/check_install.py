@@ -1,4 +1,4 @@
-"""Test an installed torchlml: its location, its compiled kernel and its results. Only torch is needed.
+"""Check the location, the compiled kernel and the results of an installed torchlml. Requires only torch.
 
     python -I tools/check_install.py
 
@@ -89,7 +89,7 @@ def main() -> None:
         raise SystemExit(f"torchlml must be imported from the installation, but it came from {home}.")
     line = kernel_line()
     if "C++ (" not in line:
-        raise SystemExit(f"`torchlml info` does not name the compiled kernel: {line}")
+        raise SystemExit(f"`torchlml info` does not report a compiled kernel: {line}")
     rows = check_numbers()
     version = sys.version.split()[0]
     print(f"Python {version}, torch {torch.__version__}: {' '.join(line.split())}, {rows} rows correct")

@@ -1,7 +1,7 @@
-"""Count the functions that a call passes through, and the files they are in.
+"""Count the functions that a call enters, and the files that contain them.
 
-    python tools/count_hops.py            # the table for all calls
-    python tools/count_hops.py --trace    # with the functions in call order
+    python tools/count_hops.py            # print the counts for all calls
+    python tools/count_hops.py --trace    # also list the functions in call order
 
 Each Python function in torchlml (in torchlml_lab for `torchlml train multilabel`) is counted once per call.
 Comprehensions are not counted, nor is module-level or class-level code that runs on import.
@@ -36,7 +36,7 @@ Hop = tuple[str, str]  # the file and the function
 
 
 def hops(call: Callable[[], Any], package: str = "torchlml") -> list[Hop]:
-    """Return the distinct functions in a package that a call enters, in call order, with warm caches."""
+    """Return the distinct functions of a package that a call enters once caches are filled, in call order."""
     found: dict[Hop, None] = {}
     library = str(ROOT / package)
 
@@ -59,7 +59,7 @@ def hops(call: Callable[[], Any], package: str = "torchlml") -> list[Hop]:
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """Return the calls for the first rows of the table, by name."""
+    """Return the calls on ordinary tensors, by name."""
     x = torch.randn(8, 20)
     leaf = x.clone().requires_grad_()
     general = torch.randn(2, 20, 3, dtype=torch.bfloat16)
@@ -84,9 +84,9 @@ CSV = "text,tags\n" + "".join(
     f"{first} {second},{first};{second}\n"
     for first, second in itertools.permutations(("red", "green", "blue", "small", "large"), 2)
 )
-"""A table of texts and labels."""
+"""A table with a text column and a label column."""
 SVMLIGHT = "".join(f"{i},{j} {i}:1 {j}:0.5\n" for i, j in itertools.permutations(range(5), 2))
-"""Sparse features and labels."""
+"""Samples with sparse features and labels, in svmlight format."""
 
 
 def training_calls(folder: Path) -> dict[str, Callable[[], Any]]:
@@ -113,7 +113,7 @@ def training_calls(folder: Path) -> dict[str, Callable[[], Any]]:
 
 
 def report(name: str, found: list[Hop], trace: bool) -> None:
-    """Print how many functions and files a call passes through and, if `trace` is True, the functions."""
+    """Print how many functions in how many files a call enters and, if `trace` is True, the functions."""
     print(f"{name}: {len(found)} functions in {len({file for file, _ in found})} files")
     if trace:
         print("".join(f"    {file}: {function}\n" for file, function in found), end="")

@@ -45,8 +45,8 @@ TARGETS = {
         "g++-aarch64-linux-gnu qemu-user",
         ("-static",),
     ),
-    # Only the baseline, because GCC for Windows does not align the stack for 32-byte vectors (bug 54412).
-    # Clang, which setup.py uses on Windows, does.
+    # Test only the baseline, because GCC for Windows does not align the stack for 32-byte vectors (GCC bug
+    # 54412). Clang, which setup.py uses on Windows, does.
     "windows": Target(
         ("x86_64-w64-mingw32-g++-posix", "x86_64-w64-mingw32-g++"),
         ("wine64", "wine"),
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def is_correct(name: str, target: Target) -> bool:
-    """Whether a target compiles and gives correct results. A skipped target counts as correct."""
+    """Whether the kernels compile for a target and are correct. A skipped target counts as correct."""
     compiler = next(filter(shutil.which, target.compilers), None)
     emulator = next(filter(shutil.which, target.emulators), None)
     if compiler is None or (target.emulators and emulator is None):

@@ -1,5 +1,5 @@
 // Compares the kernels with a float64 reference, without torch. cross.py compiles this program with other compilers and
-// for other processors. Every input is a multiple of 1/8 below 16, which all dtypes represent exactly.
+// for other processors. Every input is a multiple of 1/8 between -16 and 16, which all dtypes represent exactly.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -26,7 +26,7 @@ bool is_wide(int dtype) { return dtype == int(Dtype::float64); }
 int work(int dtype) { return is_wide(dtype) ? dtype : int(Dtype::float32); }
 size_t size_of(int dtype) { return is_wide(dtype) ? 8 : dtype == int(Dtype::float32) ? 4 : 2; }
 
-// Converts to a 16-bit dtype. The result is exact for zero and for normal numbers with few digits.
+// Converts to a 16-bit dtype. The result is exact for zero and for normal numbers with few significant bits.
 uint16_t to_16_bits(double a, int dtype) {
   if (dtype == int(Dtype::bfloat16)) {
     const float narrow = static_cast<float>(a);
@@ -87,7 +87,7 @@ Numbers eighths(size_t n, int reach) {
 
 double sigmoid(double z) { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
 
-// The projection of the available entries of one row, by bisection over nu.
+// The projection of one row and its logarithm, computed by bisection over nu. Masked entries are left out.
 struct Truth {
   Numbers y, log_y, w;
   double sum_w = 0;
@@ -96,7 +96,7 @@ struct Truth {
     double low = -80, high = 80;
     for (int step = 0; step < 200; ++step) {
       const double middle = (low + high) / 2;
-      // An entry near 1 is counted as 1 minus a small number, because in some rows tiny numbers determine nu.
+      // Count an entry near 1 as 1 minus its distance from 1, because in some rows only tiny distances determine nu.
       double whole = -k, rest = 0;
       for (size_t i = 0; i < n; ++i) {
         const double z = x[i] + middle;

@@ -1,9 +1,9 @@
-"""Make a CUDA build of torch importable without NVIDIA's libraries, which take gigabytes.
+"""Make a CUDA build of torch importable without NVIDIA's libraries, which take up gigabytes.
 
-Most package indexes offer torch for Linux only as a CUDA build. Testing the CPU kernel needs only its CPU
-part, but the dynamic linker requires every library that torch is linked to. This module therefore creates a
-stand-in for each missing library, with the functions that torch imports. They all return 100, the error code
-for "no device". GPU functions do not work with them, and `torch.cuda.is_available()` is False.
+Most package indexes offer torch for Linux only as a CUDA build. Tests of the CPU kernel do not use CUDA, but
+the dynamic linker requires every library that torch is linked to. This module therefore creates a stand-in
+for each missing library, with the functions that torch imports. All of these functions return 100, the error
+code for "no device". With the stand-ins, `torch.cuda.is_available()` is False and GPU functions do not work.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 #pragma once
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-#include <immintrin.h>  // must come before the definition of __AVX512F__, which this header reads
+#include <immintrin.h>  // must come before the definition of __AVX512F__, because immintrin.h tests that macro
 
 #include <cstring>
 
@@ -52,7 +52,7 @@ inline __m512 sqrt_ps(__m512 a) {
 }
 #undef LML_SINGLE
 
-// Computes 1 / a without the last 9 bits of the significand.
+// Computes 1 / a and clears the last 9 bits of the significand.
 inline __m512 rcp14_ps(__m512 a) {
   const __m256i kept = _mm256_set1_epi32(static_cast<int>(0xfffffe00u));
   const auto rough = [&](__m256 part) {
@@ -90,7 +90,7 @@ inline __m256i cvtps_ph(__m512 a) {
   return join<__m256i>(_mm256_cvtps_ph(half<__m256>(a, 0), nearest), _mm256_cvtps_ph(half<__m256>(a, 1), nearest));
 }
 
-// Reads only the first entries, up to the highest bit of the mask.
+// Reads only the entries whose bit in the mask is set. The others are zero.
 template <class Whole, class T>
 inline Whole maskz_loadu(unsigned mask, const T* p) {
   T entries[sizeof(Whole) / sizeof(T)] = {};

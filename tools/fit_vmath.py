@@ -4,8 +4,8 @@
 
 Each polynomial is the Chebyshev interpolant of its function on the interval to which vmath.h reduces the
 argument, computed by mpmath with 40 digits. In double precision, the coefficients of the lowest powers are
-then set to their exact values (2, or 1 and 1), which makes the function exact at 0. The tool prints the
-largest relative error of each polynomial, without the rounding errors of its evaluation.
+then set to their exact values (1 and 1 for exp, 2 for log1p), which makes the function exact at 0. The tool
+prints the largest relative error of each polynomial in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def atanh_series(q: Any) -> Any:
 def polynomials() -> list[Polynomial]:
     """Return all polynomials, in the same order as in vmath.h."""
     half = mpmath.log(2) / 2  # exp reduces its argument to at most this magnitude
-    exponents, squares = (-half, half), (mpmath.mpf(0), mpmath.mpf(1) / 9)  # 0 <= t <= 1 gives s <= 1 / 3
+    exponents, squares = (-half, half), (mpmath.mpf(0), mpmath.mpf(1) / 9)  # 0 <= t <= 1 implies s <= 1 / 3
     return [
         Polynomial("exp, float", mpmath.exp, exponents, 6, 17),
         Polynomial("exp, double", mpmath.exp, exponents, 12, 20, (1, 1)),

@@ -160,7 +160,7 @@ class Errors:
     def note(
         self, what: str, error: Tensor, of: Tensor, limit: float, dtype: torch.dtype, where: str
     ) -> None:
-        """Record `error`, which has one value per row, for the rows selected by `of`."""
+        """Record the worst `error` of the rows selected by `of`. It has one value per row or per entry."""
         error = error if error.dim() == 1 else error.nan_to_num(INF).amax(1)
         error = torch.where(of, error.nan_to_num(INF), 0.0)
         worst = float(error.max())
@@ -171,7 +171,7 @@ class Errors:
 
 
 def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) -> None:
-    """Compare all eight operators with the reference."""
+    """Compare the eight operators of the projection and the loss with the reference."""
     dtype = batch.x.dtype
     half = dtype not in VALUE
     base = torch.float32 if half else dtype
@@ -235,7 +235,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     mean = (truth.share * clean).sum(1, keepdim=True)
     want = truth.w * (clean - mean)
     note("dx", gap(padded(dx, want), want, rounding, tiny) / largest, live, GRADIENT[base])
-    held = truth.w.sum(1) > (1e-30 if base == torch.float32 else 1e-200)  # representable in this dtype
+    held = truth.w.sum(1) > (1e-30 if base == torch.float32 else 1e-200)  # sum(w) does not underflow
     note("dk", (dk - mean[:, 0]).abs() / largest[:, 0], held, 20 * GRADIENT[base])
     a = torch.where(truth.sigma_minus > 0, g.double(), 0.0) * truth.sigma_minus
     want = a - truth.share * a.sum(1, keepdim=True)
@@ -244,7 +244,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     note("log dx", error, felt, 20 * GRADIENT[base])
     dx, _ = torch.ops.torchlml.dual_backward(torch.ones(rows, dtype=nu.dtype), x, nu, mask, offsets)
     note("dual dx", gap(padded(dx, -truth.share), -truth.share, rounding, tiny), felt, 20 * GRADIENT[base])
-    # The loss, with labels as a bool for each entry. Some labels have zero weight.
+    # Check the loss with labels given as a bool for each entry. Some labels have zero weight.
     observed = (torch.rand(rows, n, generator=generator) < 3 / n) & batch.valid
     c = torch.where(observed, torch.randint(4, (rows, n), generator=generator) / 2, 0.0).double()
     weight = flat(c.to(nu.dtype))

@@ -114,7 +114,7 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   kernels.systematic_sample[dtype](
       SystematicSampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx},
       all(batch.rows));
-  // Use three rows per part, so that there are several parts and the last one is incomplete.
+  // Use three rows per part, so that twelve rows form four parts and two rows form one incomplete part.
   const size_t work = dtype == 1 ? 8 : 4, width = static_cast<size_t>(batch.width), parts = (rows + 2) / 3;
   auto mu = block(8 * width), projected = block(work * entries), inverse = block(work * rows),
        sums = block(24 * parts * width);

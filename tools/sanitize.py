@@ -2,8 +2,8 @@
 
     python tools/sanitize.py
 
-This needs g++ or clang++ (set CXX to choose), but neither torch nor the Python headers, because the kernels
-are standalone C++.
+This needs a C++ compiler, g++ or clang++, which can be selected with the variable CXX. It needs neither torch
+nor the Python headers, because the kernels are standalone C++.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compile_driver(
     """Compile the kernels, once for each instruction set, and link them with a driver into a program."""
     macros = ["-DTORCHLML_X86_LEVELS"] if levels else []
     jobs = [("driver", driver, macros), ("baseline", SOURCES / "kernels.cpp", [])]
-    others = ("kernels", "bindings", "old_linux")  # old_linux is only for binaries that are distributed
+    others = ("kernels", "bindings", "old_linux")  # old_linux is only for distributed binaries
     plain = [path for path in sorted(SOURCES.glob("*.cpp")) if path.stem not in others]
     jobs += [(path.stem, path, macros) for path in plain]
     for level in levels:

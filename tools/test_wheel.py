@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cuda_stand_ins import add_stand_ins
 
 CHECK = Path(__file__).resolve().parent / "check_install.py"
-# Each Python version is tested once, and the oldest and the newest torch twice. That is enough, because the
-# same kernel works with all Python versions.
+# Each Python version is tested once, and the oldest and the newest torch twice. That is enough, because all
+# Python versions use the same kernel.
 MATRIX = ("3.10:2.10.0", "3.11:2.13.0", "3.12:2.10.0", "3.13:2.13.0")
 GIGABYTES = re.compile(r"nvidia|cuda|triton")  # large dependencies of torch that are needed only on a GPU
 
@@ -115,7 +115,7 @@ def find_python(version: str) -> str | None:
 
 
 def environment(folder: Path, interpreter: str, version: str, torch: str) -> Path:
-    """Return the interpreter of a clean environment with this torch version; create it if necessary."""
+    """Create an environment with this torch version unless it exists, and return its interpreter."""
     home = folder / f"python{version}-torch{torch}"
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     ready = home / ".ready"

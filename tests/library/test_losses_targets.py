@@ -289,7 +289,7 @@ def test_wrong_targets_raise(loss, error, words, arguments, settings):
     ("words", "target", "settings"),
     [
         ("`target` must be int64 or uint8 (class indices", LABELS.int(), {}),
-        ("must have the logits' shape (3, 6)", ROWS[:, 1:], {}),
+        ("must have the shape of the logits, (3, 6)", ROWS[:, 1:], {}),
         ("`target` must contain nonnegative weights", ROWS - 1, {}),
         ("pass `target.bool()`", F.one_hot(LABELS, 6), {}),
         ("`target` has a label where `mask` is False", ROWS == 0, {"mask": torch.arange(6) > 0}),

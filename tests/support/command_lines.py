@@ -42,7 +42,7 @@ def _out(words: Sequence[str]) -> Path:
 
 
 def rejections(said: str, *lines: str) -> dict[str, str]:
-    """Map each line to its expected message, which is `said` formatted with the line's option and last value.
+    """Map each command line to its expected error: `said`, formatted with the line's first and last word.
 
     >>> rejections("`{}` is {}", "--epochs 0", "--seed -1")
     {'--epochs 0': '`--epochs` is 0', '--seed -1': '`--seed` is -1'}
@@ -51,6 +51,6 @@ def rejections(said: str, *lines: str) -> dict[str, str]:
 
 
 def each_rejection(*tables: dict[str, str]) -> pytest.MarkDecorator:
-    """Run a test for each line in the tables, with its arguments as `options` and its message as `needle`."""
+    """Run a test for each command line (`options`) and its expected error (`needle`) in the tables."""
     rows = [(shlex.split(line), needle) for table in tables for line, needle in table.items()]
     return pytest.mark.parametrize(("options", "needle"), rows)

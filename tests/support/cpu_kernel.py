@@ -16,7 +16,7 @@ needs_kernel = pytest.mark.skipif(not loader.loaded(), reason="the compiled kern
 
 
 def problem(dtype: torch.dtype, form: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return ordinary and special rows in one batch, as an operator's arguments (x, k, mask, offsets)."""
+    """Return a batch of ordinary and special rows, as operator arguments (x, k, mask, offsets)."""
     generator = torch.Generator().manual_seed(0)
     n = 37  # not a multiple of any vector length
     x = torch.randn(24, n, generator=generator, dtype=torch.float64) * torch.logspace(-2, 2, 24)[:, None]

@@ -1,4 +1,4 @@
-"""Tests that run in several real processes, which communicate through gloo.
+"""Run tests in several processes that communicate through gloo.
 
 A test decorated with `in_processes(2, 3)` becomes one pytest test per number of processes. Its body runs in
 every process of a pool that is started once per session, because startup takes seconds. If a test fails,
@@ -34,7 +34,7 @@ _GRACE = 5.0
 
 
 def in_processes(*sizes: int) -> Callable[[Check], Any]:
-    """Run a test in every process of groups of these sizes. The test receives the group."""
+    """Run a test in process groups of the given sizes. Each process calls the test with its group."""
 
     def decorate(check: Check) -> Any:
         @pytest.mark.parametrize("size", sizes)
@@ -56,7 +56,7 @@ class Pools:
         self._pools: dict[int, _Pool] = {}
 
     def run(self, size: int, module: str, name: str) -> None:
-        """Run a decorated test from a module in `size` processes, and fail with their errors, if any."""
+        """Run the decorated test `name` from `module` in `size` processes, and fail if any of them fails."""
         pool = self._pools.pop(size, None) or _Pool(size)
         problems = pool.run(module, name, self._seconds)
         if problems:
@@ -83,7 +83,7 @@ class _Pool:
             theirs.close()  # so that the pipe closes when the process ends
 
     def run(self, module: str, name: str, seconds: float) -> list[str]:
-        """Run a test, and return the errors of all processes, or an empty list if the test passed."""
+        """Run a test, and return the errors of the processes. The list is empty if the test passed."""
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         problems = []
         for pipe in self._pipes:

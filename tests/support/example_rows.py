@@ -1,4 +1,4 @@
-"""The example with four logits in the README and on the home page of the site."""
+"""The example with four logits that is in the README and on the home page of the site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torchlml
 
 
 def example_rows(text: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the comment after each of the three calls on a page, and the row that the comment should show."""
+    """Yield the comment after each of the three calls in `text`, and the values that it should show."""
     x = torch.tensor([2.0, 1.0, 0.0, -1.0])
     rows = {"torch.softmax": x.softmax(-1), "torch.sigmoid": x.sigmoid(), "torchlml.lml": torchlml.lml(x, 2)}
     for name, y in rows.items():

@@ -1,4 +1,4 @@
-"""A small file of synthetic frozen features whose classes are easy to learn."""
+"""Write a small file of synthetic features whose classes are easy to learn."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 
 def write_features(folder: Path, width: int) -> Path:
-    """Write 3000 samples around the centers of 100 fine classes, which form 20 coarse classes.
+    """Write 3000 samples, scattered around the centers of 100 fine classes, which form 20 coarse classes.
 
-    Every fifth sample is for testing.
+    Every fifth sample is a test sample.
     """
     path = folder / "features.npz"
     random = np.random.default_rng(0)

@@ -56,7 +56,7 @@ def _ask(*request: object) -> int:
 
 
 def _serve() -> None:
-    """Read one program per line of the input, run it in a fork, and print its exit code."""
+    """Read one program per line from standard input, run it in a fork, and print its exit code."""
     import torch  # noqa: F401
 
     gc.freeze()  # a garbage collection in a fork would copy all memory

@@ -1,4 +1,4 @@
-"""Upstream gradients, and the attainable accuracy of gradients."""
+"""Upstream gradients for tests, and tolerances for the computed gradients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def upstream(n: int) -> np.ndarray:
 
 
 def slack(row: truth.Row, dtype: torch.dtype) -> np.ndarray:
-    """Return a relative tolerance for each w, which grows with |z| because z is rounded."""
+    """Return the relative tolerance for each w = y (1 - y). It grows with |z|, because z is rounded."""
     return (1e-6 if dtype == torch.float32 else 1e-11) * np.maximum(
         1.0, np.where(row.alive, np.abs(row.z), 1.0)
     )
 
 
 def resolved(row: truth.Row) -> bool:
-    """Whether nu is precise enough to distinguish logits 0 and 1. In a gap of 1e38, it is not."""
+    """Whether nu is precise enough to distinguish the logits 0 and 1. In a gap of 1e38, it is not."""
     return float(np.abs(row.z[row.alive]).min()) < 1e6

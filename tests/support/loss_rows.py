@@ -1,4 +1,4 @@
-"""Rows with labels in all formats that the loss operators accept, and checks against exact losses.
+"""Labeled rows in all formats that the loss operators accept, and comparisons with exact losses.
 
 `test_losses_operators.py` uses them to test the CPU operators, and `triton_interpreted.py` to test the
 interpreted Triton kernels.
@@ -34,7 +34,7 @@ class LabeledRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows in the format that the operators take."""
+    """A batch of rows, as arguments of the loss operators."""
 
     rows: Sequence[LabeledRow]
     x: Tensor
@@ -67,7 +67,7 @@ def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) ->
 
 
 def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
-    """Return the rows in the format that the operators take, with padding in the lists of labels."""
+    """Convert rows to arguments of the loss operators, with padding in the label lists."""
     join = torch.cat if packed else torch.stack
     x = join([row.x for row in rows])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -144,14 +144,17 @@ def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) ->
 
 
 def available(row: Special) -> list[int]:
-    """Return the indices of the entries of a special row that may be labels."""
+    """Return the indices of the unmasked entries of a special row, which may be labels."""
     return [j for j in range(len(row.x)) if row.mask is None or row.mask[j]]
 
 
 def check_special(
     call: Call, rows: Sequence[Special], dtype: torch.dtype, places: Callable[[Special], Sequence[int]]
 ) -> None:
-    """Check special rows in one jagged batch, with each index from `places(row)` in turn as only label."""
+    """Check special rows in one jagged batch.
+
+    Each row occurs once for each index in `places(row)`, which is then its only label.
+    """
     every = [(row, j) for row in rows for j in places(row)]
     ones = [
         LabeledRow(

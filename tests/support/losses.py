@@ -1,4 +1,4 @@
-"""The losses that all loss tests use. Add a new loss here, to the table for the targets that it accepts."""
+"""The losses that all loss tests use. Add a new loss to the table for the kind of target that it accepts."""
 
 from __future__ import annotations
 

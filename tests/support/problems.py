@@ -1,4 +1,4 @@
-"""The rows that all numerical tests use, each named after its difficulty."""
+"""Rows that the numerical tests share, each named after what makes it difficult."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Make = Callable[[torch.Generator], torch.Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """A named row: `make` draws it in float64, and `row` rounds it to a dtype."""
+    """A named test row. `make` creates it in float64, and `row` rounds it to a dtype."""
 
     name: str
     k: float
@@ -56,7 +56,7 @@ def _bimodal(n: int, gap: float) -> Make:
 
 
 def _with(base: Make, **entries: float) -> Make:
-    """Replace single entries of `base`: `_with(base, at3=1e4)` replaces entry 3."""
+    """Set individual entries of `base`: `_with(base, at3=1e4)` sets entry 3 to 1e4."""
 
     def make(g: torch.Generator) -> torch.Tensor:
         x = base(g)

@@ -1,4 +1,4 @@
-"""Start processes in tests, as forks of a server that has already imported torch (which takes seconds)."""
+"""Start processes quickly, as forks of a server that has already imported torch and other modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-# PyTorch's optimizers import torch._dynamo.
+# Modules that the server imports. PyTorch's optimizers import the first one.
 _IMPORTED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.support.problems"]
 _IMPORTED += [f"torchlml_lab.studies.{study}.sweep" for study in ("cifar100", "scene_graph")]
 _IMPORTED += ["torchlml_lab.multilabel.report"]

@@ -1,4 +1,4 @@
-"""The related operators and their exact solutions, one row at a time and independent of the library.
+"""Operators related to lml, and their exact solutions, computed row by row without the library.
 
 The two constrained projections use bisection in extended precision (`np.longdouble`), or with 120 digits
 (`mpmath`) for short rows. Whether a bound on the sum is active follows from the sum of the sigmoids.
@@ -47,8 +47,8 @@ def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
         if middle in (lower, upper_end):
             break
         y = values(middle)
-        # Subtract the entries at their bounds from k, because adding them to the small sum of the other
-        # entries would lose its digits.
+        # Subtract the entries at their bounds from k. Adding them to the small sum of the other entries would
+        # lose digits of that sum.
         missing = k - bounds[y == bounds].sum()
         lower, upper_end = (lower, middle) if y[y < bounds].sum() > missing else (middle, upper_end)
     return np.asarray(values(lower), dtype=np.float64)
@@ -136,16 +136,16 @@ def _expected(member: str, problem: str, dtype: torch.dtype) -> Array:
 
 
 def expected(member: Member, problem: Problem, dtype: torch.dtype) -> Array:
-    """Return the exact result of an operator for one of the `PROBLEMS`, from a cache."""
+    """Return the exact result of an operator for one of the `PROBLEMS`. Results are cached."""
     return _expected(member.name, problem.name, dtype)
 
 
-# The tolerances for an entry and for the sum.
+# Tolerances for each entry of a row, and for its sum.
 ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 each_constrained = pytest.mark.parametrize("member", CONSTRAINED, ids=lambda member: member.name)
 each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
-# A million entries are slow in pure PyTorch and in the references, so these rows are tested in one dtype.
+# Rows with a million entries are slow in pure PyTorch and in the references, so each is tested in one dtype.
 _ONE_DTYPE = {"a million normal, scale 5": torch.float32, "a million, k near n": torch.float64}
 each_problem_and_dtype = pytest.mark.parametrize(
     ("problem", "dtype"),
@@ -165,7 +165,7 @@ def each(problems: list[Problem]) -> pytest.MarkDecorator:
 
 
 def bounds_for(n: int, k: float) -> Array:
-    """Return small and large bounds, one of which is 0, whose sum exceeds k."""
+    """Return upper bounds of various sizes, whose sum exceeds k. One bound is 0 if n > 2."""
     upper = 0.05 + (np.arange(n) * 0.618) % 1.7
     if n > 2:
         upper[1] = 0.0

@@ -1,4 +1,4 @@
-"""An image with predicted and true relations."""
+"""The predicted and the true relations of an image."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PREDICATES = ("on", "has", "near", "of")
 
 @dataclass
 class Drawn:
-    """An image with boxes (x1, y1, x2, y2) in pixels, and relations (subject, object, predicate)."""
+    """A synthetic image with boxes (x1, y1, x2, y2) in pixels and relations (subject, object, predicate)."""
 
     name: str
     boxes: list[tuple[int, int, int, int]]
@@ -27,7 +27,7 @@ class Drawn:
 
 
 def draw(count: int, seed: int = 0) -> list[Drawn]:
-    """Draw images with two to six boxes and one to five relations. Every fourth image is a test image."""
+    """Return random images with 2 to 6 boxes and 1 to 5 relations. Every fourth image is a test image."""
     random = np.random.default_rng(seed)
     drawn = []
     for i in range(count):
@@ -47,7 +47,7 @@ def draw(count: int, seed: int = 0) -> list[Drawn]:
 
 
 def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
-    """Return all tables of the file by Xu et al., with boxes for images scaled to 1024 and to 512 pixels."""
+    """Return all tables of `VG-SGG.h5` (Xu et al.), with boxes for images scaled to 1024 and 512 pixels."""
     boxes: list[tuple[float, ...]] = []
     labels: list[int] = []
     relations: list[tuple[int, int]] = []
@@ -101,7 +101,7 @@ def write_vg(folder: Path, images: list[Drawn], tables: dict[str, np.ndarray] | 
 
 
 def vrd_annotations(images: list[Drawn]) -> dict[str, list[dict]]:
-    """Return the relations of each image in the format of VRD: bbox is ymin, ymax, xmin, xmax."""
+    """Return the relations of each image in the VRD format, in which `bbox` is [ymin, ymax, xmin, xmax]."""
 
     def end(image: Drawn, box: int) -> dict:
         a, b, c, d = image.boxes[box]

@@ -1,4 +1,4 @@
-"""Rows whose solution is a limit, such as k = 0 or infinite logits, with the limits derived by hand."""
+"""Rows whose solution is a limit, such as rows with k = 0 or infinite logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INF, NAN = math.inf, math.nan
 
 @dataclass(frozen=True)
 class Special:
-    """A row, its limit y (derived by hand) and its threshold nu."""
+    """A row, its solution y (a limit, derived by hand) and its threshold nu."""
 
     name: str
     x: list[float]

@@ -75,7 +75,7 @@ def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
     inclusion = np.exp(np.array([values[i] + without(i, k - 1) - total for i in range(n)]))
     exclusion = np.exp(np.array([without(i, k) - total for i in range(n)]))
     # The entropy is -log P for the set of the k largest entries, plus the expected difference between this
-    # set's log P and that of a random set. This avoids a difference between large numbers.
+    # set's log P and that of a random set. This formula does not subtract large numbers from each other.
     order = np.argsort(-values, kind="stable")
     best, threshold = np.zeros(n, bool), values[order[k - 1 : k + 1]].mean()
     best[order[:k]] = True
@@ -85,7 +85,10 @@ def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
 
 
 def _log_polynomials(values: np.ndarray, k: int) -> np.ndarray:
-    """Return log e_j of the first i entries as element (i, j), for elementary symmetric polynomials e_j."""
+    """Return a table whose element (i, j) is log e_j(exp(values[:i])).
+
+    e_j is the elementary symmetric polynomial of degree j.
+    """
     table = np.full((len(values) + 1, k + 1), -np.inf, dtype=np.longdouble)
     table[0, 0] = 0
     for i, value in enumerate(values):
@@ -95,7 +98,7 @@ def _log_polynomials(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def count_inside(x: torch.Tensor, k: int, inside: torch.Tensor) -> np.ndarray:
-    """Return the probability that j of the k chosen entries are in a part of the row, for j from 0 to k."""
+    """Return the probability that j of the k chosen entries are in the mask `inside`, for j from 0 to k."""
     values = x.numpy().astype(np.longdouble)
     part, rest = (_log_polynomials(values[side], k)[-1] for side in (inside.numpy(), ~inside.numpy()))
     terms = part + rest[::-1]
@@ -138,7 +141,8 @@ HOSTILE = {
     "scale 50": (_normal(12, 50.0), 6),
     "-inf": (_row(1, -INF, 2, 0.5, -INF, -1), 2),
     "-inf, nothing left to choose": (_row(1, -INF, 2, 0.5), 3),
-    # The variance of the number of successes is just below or above 1/64, where torchlml switches methods.
+    # The variance of the number of successes (see torchlml/distributions/_counts.py) is just below or above
+    # 1/64, where torchlml switches methods.
     "variance below 1/64": (_row(9.72, 9.72, 0, 0), 2),
     "variance above 1/64": (_row(9.66, 9.66, 0, 0), 2),
     "one entry dominates": (_row(12, 0, 0, 0, 0, 0, -30), 1),

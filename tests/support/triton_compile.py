@@ -125,7 +125,7 @@ def variants(lanes: int) -> list[Variant]:
 
 
 def measure(variant: Variant, target: str) -> dict[str, Any]:
-    """Compile a variant, and return its use of registers and memory, and how it rounds to bfloat16."""
+    """Compile a variant, and return its register and memory use and how it rounds to bfloat16."""
     name, kernel, constants, dtype, warps, length = variant
     types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
     if "LABELS" in constants:  # a loss has one gradient per row

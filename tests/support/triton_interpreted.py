@@ -56,7 +56,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Force:
     def layout(how: Plan | None) -> Callable[[Tensor, int, Tensor | None], Plan]:
         return lambda x, rows, offsets: how or plan(1000, x.shape[-1], offsets is not None, 100)
 
-    # Rows that need more than three steps also reach the kernel that finishes them with a single program.
+    # With at most three steps, some rows do not converge and are finished by a single program.
     monkeypatch.setattr(triton_split, "_STEPS", 3)
     return lambda how: monkeypatch.setattr(triton_operators, "layout", layout(how))
 
@@ -70,7 +70,7 @@ def float64(*values: float) -> Tensor:
 
 
 def check(row: truth.Row, k: float, y: Tensor, log_y: Tensor, nu: Tensor) -> None:
-    """Check y and its sum to the guaranteed accuracy, and log y and nu to rounding error, for one row."""
+    """Check one row: y and its sum to the guaranteed accuracy, and log y and nu to rounding error."""
     assert np.abs(y.double().numpy() - row.y).max() <= 1e-6
     assert abs(float(y.double().sum()) - k) <= 2e-6 * max(1, k)
     expected = torch.from_numpy(row.log_y).float().double()  # -6e38 is -inf in float32
@@ -136,7 +136,7 @@ CHIP = [problem for problem in SHORT if 101 < problem.row(torch.float32).numel()
 
 @each_variant
 def test_problems_in_a_jagged_batch(force: Force, how: Plan | None) -> None:
-    force(how or Plan(128, 1, True))  # on chip, a row fits into its first block
+    force(how or Plan(128, 1, True))  # for the on-chip variant, a block that is longer than the rows
     run_problems(some(PACKED, how))
 
 
@@ -170,7 +170,6 @@ def run_problems(problems: list[Problem], dense: bool = False) -> None:
 
 @each_variant
 def test_special_rows(force: Force, how: Plan | None) -> None:
-    """Special rows with different k have the correct results and gradients in one jagged batch."""
     force(how)
     rows = some(SPECIAL, how)
     x, offsets = packed([torch.tensor(row.x) for row in rows])
@@ -274,8 +273,8 @@ def test_float64_uses_pure_pytorch() -> None:
     assert np.abs(y[0].numpy() - row.y).max() <= 1e-11
 
 
-# Each label format is tested with each variant of the kernels. One list is longer than the 32 labels that are
-# read at once.
+# Each label format is tested with each variant of the kernels. One list is longer than 32, the number of
+# labels that a kernel reads at once.
 LOSSES = [
     ("one class", False, False),
     ("weighted list", True, True),

@@ -24,7 +24,7 @@ from torchlml._triton import operators as triton_operators
 PLANS = {
     "chip": None,  # as on a GPU, which keeps short rows on chip
     "loop": Plan(32, 1, True),  # rows longer than 32 have a block on chip and streamed blocks
-    "split": Plan(16, 1, True, 4),  # four programs per row; in rows longer than 64, each has several blocks
+    "split": Plan(16, 1, True, 4),  # four programs per row, with several blocks each for rows longer than 64
 }
 _choose = triton_operators.layout
 _forced = PLANS[os.environ["TRITON_VARIANT"]]

@@ -1,4 +1,4 @@
-"""Exact solutions of the projection, one row at a time, independent of the library.
+"""Exact solutions of the projection, computed row by row without the library.
 
 `solve` bisects the dual variable. It writes `nu = d - anchor`, where `anchor` is the row's entry at the
 threshold, so that `z = (x - anchor) + d` loses no digits when the logits are shifted by 1e7: the difference
@@ -183,7 +183,7 @@ def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
 
 
 def newton_from(x: torch.Tensor, k: float | torch.Tensor, nu: torch.Tensor, steps: int = 4) -> torch.Tensor:
-    """Compute the threshold with PyTorch operations, so that autograd can compute its derivatives."""
+    """Refine the threshold nu with Newton steps in PyTorch, so that autograd can differentiate it."""
     for _ in range(steps):
         y = torch.sigmoid(x + nu.unsqueeze(-1))
         nu = nu - (y.sum(-1) - k) / (y * (1 - y)).sum(-1)
