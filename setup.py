@@ -125,7 +125,7 @@ class BuildKernel(build_ext):
     """A `build_ext` command that compiles one kernel per instruction set. A failed build raises no error."""
 
     def run(self) -> None:
-        # Compute the path now, because a failed in-place build clears it.
+        # Compute the path now, because a failed in-place build leaves `self.inplace` cleared.
         built = Path(self.get_ext_fullpath(self.extensions[0].name))
         reason = built.parent / REASON
         reason.unlink(missing_ok=True)

@@ -215,7 +215,7 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def check_limit(k: Any) -> None:
-    """Raise an error unless k is finite and at least 0. Unlike `check_k`, this does not need the input."""
+    """Raise an error unless k is finite and at least 0. Unlike `check_k`, this does not need the logits."""
     if isinstance(k, Tensor):
         check_k(k, k.shape, None, k.device)
     else:
@@ -326,5 +326,5 @@ def cached_scalar(k: Any, device: str) -> Tensor:
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is enabled for a device type. It is False for "meta", which torch would reject."""
+    """Whether autocast is enabled for a device type. False for "meta", for which torch raises an error."""
     return device != "meta" and torch.is_autocast_enabled(device)

@@ -6,7 +6,8 @@ saturated. Given the set of saturated entries, there is an explicit formula for 
 entries. An operator finds the set, which is a constant for autograd. Differentiating the formula then gives
 exact derivatives of every order.
 
-Calls without function transforms use separate operators with explicit gradients.
+Calls outside `torch.func` transforms, forward-mode differentiation and `torch.jit.trace` use separate
+operators with explicit gradients.
 
 The pure PyTorch version computes in double precision and rounds once, at the end.
 """
@@ -89,7 +90,7 @@ class ConstrainedProjection:
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return y and nu, which is -inf if all y are 0, +inf if all are saturated, and NaN if y is NaN."""
+        """Return y and nu. nu is -inf if all y are 0, +inf if all are saturated, and NaN if y is NaN."""
         r = CappedRows(self._solve, *arguments)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)

@@ -6,8 +6,8 @@ to the entries. This is the bottom layer of the library: it imports only torch.
 Nested tensors with the layout `torch.jagged` are converted to values and offsets, and results are converted
 back. In a nested tensor of shape (B, j), the label dimension j is ragged, and the rows form a ragged batch.
 In a nested tensor of shape (B, j, n), the number of rows j is ragged, and the values are dense rows of n
-labels. Results share the offsets of the input, because torch can combine nested tensors only if they have the
-same offsets.
+labels. Results share the offsets of the input, because torch can combine nested tensors only if their offsets
+are the same tensor.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torchlml._arguments import autocasts, check_number, check_real, check_tenso
 from torchlml._balanced import Extent, Matrix, project
 from torchlml._balanced.linear import balanced_forward
 
-# With several processes, the initial guess does not need a sample of the rows if the relative error of the
-# column sums at `start` is at most this value on every process.
+# With several processes, the solver gathers no sample of the rows for its initial guess if the relative error
+# of the column sums at `start` is at most this value on every process.
 NEAR = 0.3
 ColumnBound = Literal["exactly", "at_most"]
 
@@ -57,11 +57,12 @@ def balanced_lml(
     Returns:
         Y, with the shape and dtype of `x`.
 
-    Y maximizes sum(x * Y) + H(Y) under these constraints, where H is the binary entropy. The solution is
-    y_ij = sigmoid(x_ij + nu_i + mu_j) with one number nu_i per row and one number mu_j per column. The
-    relative error of the column sums is at most 1e-9 in float64 and 1e-4 in float32. Half-precision inputs
-    are computed in float32. The first derivatives with respect to `x`, `k` and `capacity` are exact. The
-    backward pass solves a linear system with one unknown per column.
+    Y maximizes sum(x * Y) + H(Y) under these constraints, where H(Y) is the sum of the binary entropies of
+    the entries. The solution is y_ij = sigmoid(x_ij + nu_i + mu_j) with one number nu_i per row and one
+    number mu_j per column. The relative error of the column sums is at most 1e-9 in float64 and 1e-4 in
+    float32. Half-precision inputs are converted to float32 for the computation. The first derivatives with
+    respect to `x`, `k` and `capacity` are exact. The backward pass solves a linear system with one unknown
+    per column.
 
     With `bound="exactly"`, `k` and `capacity` must have the same total up to a relative difference of 1e-5.
     The capacities are scaled to the total of `k`, and derivatives include this scaling. With a `group`,

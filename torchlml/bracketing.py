@@ -26,28 +26,30 @@ def lml_bracketing(
     tolerance: float | None = None,
     max_iterations: int = 100,
 ) -> Tensor:
-    """Compute the dual variable of `lml` with Algorithm 1 of the LML paper, for comparison with the paper.
+    """Compute the dual variable of `lml` with Algorithm 1 of the LML paper (Amos, Koltun and Kolter, 2019).
 
         >>> x = torch.tensor([2.0, 1.0, 0.0, -1.0])
         >>> nu = torchlml.lml_bracketing(x, 2, samples=20)
         >>> torch.sigmoid(x + nu)
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
-    For all other purposes, use `torchlml.lml_dual`, which returns the same result and is much faster.
+    This function is for comparison with the paper. For all other purposes, use `torchlml.lml_dual`, which
+    returns the same result and is much faster.
 
     Args:
         x, k, dim, mask, offsets: as for `torchlml.lml`.
         samples: the number of points evaluated in each iteration (d in the paper), at least 3. The defaults
             are those of the paper: 10 on a CPU and 100 on other devices.
-        tolerance: the bracket width at which the search stops. The brackets of all rows must be at most this
-            wide. The default is twice the machine epsilon.
+        tolerance: the search stops when the bracket of every row is at most this wide. The default is twice
+            the machine epsilon of float64 for float64 inputs, and of float32 for all other inputs.
         max_iterations: the maximum number of iterations.
 
     Returns:
         nu, as returned by `torchlml.lml_dual`: differentiable, with the shape of `x` without `dim`.
 
-    The initial bracket is that of the paper with corrected offsets, because the original bracket does not
-    always contain nu. See `torchlml._solve.newton.order_offsets`.
+    The initial bracket of the paper extends a constant distance of 7 beyond two of the entries and does not
+    always contain nu. Here, the distances depend on k and n, so that the bracket always contains nu. See
+    `torchlml._solve.newton.order_offsets`.
     """
     _check_settings(samples, tolerance, max_iterations)
     c = canonical(x, k, dim, mask, offsets, nested=True)

@@ -25,7 +25,7 @@ def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None 
         x: logits, of any shape.
         k: the number of entries to choose, an integer or a tensor of integers that broadcasts to the shape of
             `x` without `dim`.
-        dim: the dimension to choose along.
+        dim: the dimension along which entries are chosen.
         mask: a bool tensor that broadcasts to the shape of `x`, with True for entries that may be chosen.
 
     Returns:
@@ -177,14 +177,14 @@ def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tens
     missing, lacking = wanted - total, room.sum(-1, keepdim=True)
     grow = torch.where(lacking > 0, (missing / lacking).clamp(0, 1), 0)
     shrink = torch.where(missing < 0, wanted / total, 1)
-    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels can compute this
-    # order quickly.
+    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels can compute this order
+    # quickly.
     columns = torch.arange(n, device=p.device) % 4
     order = ((keys & 0xFC) + columns).argsort(stable=True)
     length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)
     length = _stretch(length, wanted.long() << bits, one)
     first = (start * one).long().unsqueeze(-1)
-    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # the number of points before each entry's end
+    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # number of points before each interval's end
     hit = points.diff(dim=-1, prepend=torch.zeros_like(first)).to(p.dtype)
     return torch.where(undefined, torch.nan, torch.zeros_like(p).scatter(-1, order, hit))
 

@@ -1,4 +1,4 @@
-"""A drop-in replacement for the `LML` class released by the paper's authors (`from lml import LML`)."""
+"""A drop-in replacement for the `LML` class released with the LML paper (`from lml import LML`)."""
 
 import operator
 from typing import Any
@@ -10,7 +10,7 @@ from torchlml.projection import lml
 
 
 class LML(nn.Module):
-    """The LML layer with the constructor arguments of the class released by the paper's authors.
+    """The LML layer with the constructor arguments of the class released with the LML paper.
 
         >>> from torchlml.compat import LML
         >>> LML(N=2)(torch.tensor([2.0, 1.0, 0.0, -1.0]))

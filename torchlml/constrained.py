@@ -19,8 +19,8 @@ from torchlml._capped import (
 from torchlml._rows import Rows, rows_of, shifted
 from torchlml._solve.newton import add
 
-# The number of passes after which every second pass bisects. Rows of 10 to 1000 normally distributed logits
-# take only 1 to 7 passes.
+# The number of solver passes after which every second pass bisects. Rows of 10 to 1000 normally distributed
+# logits need only 1 to 7 passes.
 _SOFTMAX_FREE_PASSES, _SPARSEMAX_FREE_PASSES = 8, 16
 # At least 292 of these passes bisect, which narrows even a bracket of width 1e70 to the spacing of doubles.
 _MAX_PASSES = 600
@@ -51,8 +51,8 @@ def constrained_softmax(
         dim: the dimension along which the result sums to k.
         upper: the cap on each entry. A nonnegative number, which may be infinite, or a tensor that broadcasts
             to the shape of `x`. The result is differentiable with respect to it. If the caps of a row sum to
-            less than k, an error is raised. With `mask` or `offsets`, such a row is allowed, and each of its
-            available entries gets its cap.
+            less than k, an error is raised on the CPU. On other devices, and with `mask` or `offsets`, this
+            is not checked, and each available entry of the row gets its cap.
         mask: a bool tensor that broadcasts to the shape of `x`, with True for entries that may be positive.
         offsets: row boundaries of a ragged batch, as for `torchlml.lml`.
 
@@ -61,8 +61,8 @@ def constrained_softmax(
 
     y maximizes dot(x, y) + H(y), where H(y) = -sum(y * log(y)) is the entropy, subject to 0 <= y <= upper and
     sum(y) = k (Martins and Kreutzer, 2017). The solution is y = min(upper, exp(x + nu)). With k = 1 and
-    upper >= 1, it is the softmax. Capped entries have zero gradient with respect to x; all other entries have
-    the gradient of a softmax.
+    upper >= 1, it is the softmax. Capped entries have zero gradient with respect to x. The other entries
+    form a softmax, scaled so that the row sums to k, and have its gradient.
 
     Entries equal to -inf get 0. Entries equal to +inf get their caps, or share k like tied entries if k is
     smaller than the sum of these caps. For k = 0, the row and its gradient are 0. A NaN makes its whole row
@@ -86,14 +86,16 @@ def constrained_sparsemax(
         >>> torchlml.constrained_sparsemax(torch.tensor([1.5, 0.75, 0.25, -1.0]), 2)
         tensor([1.0000, 0.7500, 0.2500, 0.0000])
 
-    Typically, most entries are exactly 0 or `upper`. The arguments are those of `constrained_softmax`.
-    Returns y, with the shape and dtype of `x`.
+    The arguments are those of `constrained_softmax`.
+
+    Returns:
+        y, with the shape and dtype of `x`. Typically, most entries are exactly 0 or equal to their caps.
 
     y minimizes |y - x|^2 subject to 0 <= y <= upper and sum(y) = k (Malaviya et al., 2018). The solution is
     y = clip(x + nu, 0, upper). With k = 1 and upper >= 1, it is the sparsemax. For the m entries strictly
-    between 0 and their caps, dy/dx is the m x m identity matrix with 1/m subtracted from every entry; all
-    other entries have zero gradient. If no entry is strictly between 0 and its cap, all gradients are 0,
-    including the gradient with respect to k.
+    between 0 and their caps, dy/dx is the m x m identity matrix with 1/m subtracted from every element. All
+    other entries have zero gradient. If no entry is strictly between 0 and its cap, all gradients with
+    respect to x and k are 0.
 
     Infinite entries, NaN and k = 0 are handled as in `constrained_softmax`.
     """
@@ -125,7 +127,7 @@ def _softmax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
 
 
 class _Caps(NamedTuple):
-    """The caps of the entries, their logarithms, and the z above which an entry counts as saturated."""
+    """The caps, their logarithms, and the value of z = x + nu above which an entry counts as saturated."""
 
     cap: Tensor
     log: Tensor
@@ -172,8 +174,8 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
     nu = torch.where(busy, nu, 0)
-    # Distances from nu to proven lower and upper bounds on the root. At the lower bound, the largest entry is
-    # the amount left for the finite entries divided by the number of entries.
+    # Distances from nu to proven lower and upper bounds on the root. At the lower bound, the largest finite
+    # entry gets the amount left for all finite entries divided by the number of entries.
     below = ((nu[0] + largest) + nu[1]) - ((k - sum_at_caps(infinite, cap, rows)) / x.shape[-1]).log()
     above = torch.full_like(k, torch.inf)
     count = torch.full_like(k, -1)
@@ -183,8 +185,8 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
         previous, count = count, sums.number
         root, step = _step_to_root(x, nu, sums, busy, rows)
         small = 4 * torch.finfo(x.dtype).eps * (1 + sums.taken / torch.maximum(sums.filled, _VAGUE * k))
-        # The sets are nested, so sets of equal size are identical. If the set did not change, its root is
-        # exact.
+        # The set of saturated entries can only grow with nu, so sets of equal size are identical. If the set
+        # did not change, its root is exact.
         busy = busy & ~((rooted & (count == previous)) | (step.abs() <= small))
         if not bool(busy.any()):
             break
@@ -232,8 +234,8 @@ def _highest_step(
     top = torch.where(step > 0, above, 0)
     overfull = ~(s.rest > 0)
     if bool((busy & overfull).any()):
-        # At the root, the most recently saturated entry is free, so step to the point where it reaches its
-        # cap.
+        # At the root, the saturated entry that is closest to its cap must be free, so step to the point where
+        # it reaches its cap.
         last = rows.max(torch.where(s.saturated & ~infinite, caps.log - s.z, -torch.inf))
         top = torch.where(overfull, torch.minimum(top, last), top)
     return top
@@ -252,9 +254,9 @@ def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
 
 
 def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
-    """Return the nu for which exp(x + nu), summed over all entries except `taken`, is `rest`.
+    """Return the nu for which exp(x + nu), summed over all entries except those in `taken`, equals `rest`.
 
-    The high part of nu is minus the largest x among these entries.
+    The high part of nu is minus the largest x in this sum.
     """
     largest = rows.max(torch.where(taken, -torch.inf, x))
     largest = torch.where(largest.isfinite(), largest, 0)
@@ -302,10 +304,10 @@ def _sparsemax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
 def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
     """Find nu for every row by Newton's method on a piecewise linear function.
 
-    A step is exact once it no longer changes which entries are at 0 and which are at their caps. There are
-    only finitely many such sets. Where the function is flat, nu moves to the point at which the next entry
-    leaves its bound. If a step would leave the proven bracket, the bracket is bisected instead. After many
-    passes, every second pass bisects. See `_capped.ConstrainedProjection` for the arguments.
+    A step is exact once it no longer changes which entries are at 0 and which are at their caps. Where the
+    function is flat, nu moves to the point at which the next entry leaves its bound. If a step would leave
+    the proven bracket, the bracket is bisected instead. After many passes, every second pass bisects. See
+    `_capped.ConstrainedProjection` for the arguments.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
@@ -320,8 +322,8 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
     nu = torch.where(busy, nu, 0)
-    # Distances from nu to proven lower and upper bounds on the root. At the lower bound, the largest entry is
-    # the amount left for the finite entries divided by the number of entries.
+    # Distances from nu to proven lower and upper bounds on the root. At the lower bound, the largest finite
+    # entry gets the amount left for all finite entries divided by the number of entries.
     below = ((nu[0] + largest) + nu[1]) - (k - sum_at_caps(infinite, limit, rows)) / x.shape[-1]
     above = torch.full_like(k, torch.inf)
     counts = torch.full_like(nu, -1)
@@ -331,8 +333,8 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
         excess = rows.sum(torch.minimum(z.clamp(min=0), limit)) - k
         saturated, positive = z > limit, z >= 0
         previous, counts = counts, torch.stack([rows.sum(saturated), rows.sum(positive)])
-        # The sets are nested, so sets of equal size are identical. If the sets did not change, their root is
-        # exact.
+        # Both sets can only grow with nu, so sets of equal size are identical. If neither set changed, their
+        # root is exact.
         repeated = (counts == previous).all(0)
         busy = busy & (excess.abs() > 4 * epsilon * k) & ~(whole & repeated)
         if not bool(busy.any()):

@@ -46,17 +46,17 @@ def lml(
             `sigmoid(x)` that already satisfies the limit is returned unchanged. With "at_most", k may exceed
             the number of entries.
         group: the processes across which the entries of each row are sharded, as a ProcessGroup or a
-            one-dimensional DeviceMesh. `x` and `mask` contain only the shards of this process, and the ranks
-            determine the order of the shards. All other arguments must be the same on every process. If `x`
-            is a DTensor, no group is needed, and the result is also a DTensor.
+            one-dimensional DeviceMesh. `x` and `mask` contain only the shard of this process. The shards are
+            ordered by rank. All other arguments must be the same on every process. If `x` is a DTensor, no
+            group is needed, and the result is also a DTensor.
 
     Returns:
         y, with the shape and dtype of `x`. Under autocast, half-precision inputs give a float32 result.
 
-    y maximizes dot(x, y) + H(y), where H is the binary entropy, subject to 0 <= y <= 1 and sum(y) = k. The
-    solution is y = sigmoid(x + nu) with one number nu per row. Its derivatives are
-    dy/dx = diag(w) - outer(w, w) / sum(w) and dy/dk = w / sum(w), where w = y * (1 - y). lml(x, 1) is close
-    to softmax(x), but not equal to it.
+    y maximizes dot(x, y) + H(y) subject to 0 <= y <= 1 and sum(y) = k, where H(y) is the sum of the binary
+    entropies of the entries. The solution is y = sigmoid(x + nu) with one number nu per row. Its derivatives
+    are dy/dx = diag(w) - outer(w, w) / sum(w) and dy/dk = w / sum(w), where w = y * (1 - y). lml(x, 1) is
+    close to softmax(x), but not equal to it.
 
     An entry is available unless it is masked or -inf. Unavailable entries get 0. If at most k entries are
     available, each of them gets 1. If p entries are +inf, each of them gets 1, or k/p if p > k. These values
@@ -91,7 +91,10 @@ def log_lml(
         >>> torchlml.log_lml(torch.tensor([400.0, 0.0]), 1)
         tensor([   0., -200.])
 
-    The arguments are those of `lml`. Returns log(y), with the shape and dtype of `x`.
+    The arguments are those of `lml`.
+
+    Returns:
+        log(y), where y = lml(x, k), with the shape and dtype of `x`.
 
     log(y) equals logsigmoid(x + nu). Its derivative does not vanish, no matter how small y is:
     d(log y_j)/dx = (1 - y_j) * (e_j - w / sum(w)), where e_j is the j-th unit vector and w = y * (1 - y).
@@ -151,16 +154,18 @@ def lml_value(
         >>> torchlml.lml_value(torch.zeros(4), 1)  # 4 * log(4) - 3 * log(3)
         tensor(2.2493)
 
-    The arguments are those of `torchlml.lml`.
+    Args:
+        x, k, dim, mask, offsets: as for `lml`.
 
     Returns:
         The value, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of
         `x`.
 
-    H is the binary entropy. The value equals sum(softplus(x + nu)) - k * nu, and its derivative with respect
-    to k is -nu. As the temperature T goes to 0, T * lml_value(x / T, k) approaches the sum of the k largest
-    entries. The value is 0 for k = 0. If at most k entries are available, the value is their sum, and its
-    derivative with respect to k is 0. An entry of +inf makes the value +inf, unless k is 0.
+    H(y) is the sum of the binary entropies of the entries. The value equals sum(softplus(x + nu)) - k * nu,
+    and its derivative with respect to k is -nu. As the temperature T goes to 0, T * lml_value(x / T, k)
+    approaches the sum of the k largest entries. The value is 0 for k = 0. If at most k entries are available,
+    the value is their sum, and its derivative with respect to k is 0. An entry of +inf makes the value +inf,
+    unless k is 0.
     """
     c = canonical(x, k, dim, mask, offsets, nested=True)
     return c.restore_rows(_value(c.x, c.k, c.mask, c.offsets))
@@ -259,8 +264,8 @@ def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Te
     values = values if mask is None else torch.where(mask, values, -torch.inf)
     live = values.isfinite() & rows.broadcast(hi.isfinite())
     nu = (torch.where(hi.isinf(), 0, hi) + solved.lo) + solved.correction
-    # This is sum(softplus(z)) - k * nu, rearranged to subtract nu from each entry, because the two terms
-    # nearly cancel for k near n.
+    # This is sum(softplus(z)) - k * nu, with all multiples of nu collected in one term, because they nearly
+    # cancel for k near n.
     up = live & (z > 0)
     # Avoid abs, which has no derivative at 0.
     rest = torch.log1p(torch.exp(torch.where(z > 0, -z, z)))

@@ -37,8 +37,8 @@ class TopKRouter(nn.Module):
         num_experts: the number of experts.
         k: the number of experts that each token uses, an integer.
         temperature: the number by which the logits are divided.
-        normalize: whether the weights of a token are scaled to sum to 1. Otherwise, each weight is between 0
-            and 1.
+        normalize: whether the weights of a token are scaled to sum to 1. Otherwise, each weight is an entry
+            of the projection, between 0 and 1.
         decay: the fraction of the stored bias that each training step keeps, at least 0 and less than 1.
         capacity_factor: the maximum number of tokens per expert in training, relative to a perfectly balanced
             load on this process. The maximum is rounded up. If an expert exceeds it, its assignments with the
@@ -55,8 +55,10 @@ class TopKRouter(nn.Module):
     The routing of a token then does not depend on the other tokens in its batch.
 
     `forward` takes logits of shape (..., num_experts), where the leading dimensions index tokens. The keyword
-    argument `mask` is a bool tensor with the shape of the leading dimensions. It is False for padding.
-    Padding tokens have weights of 0, and their indices are meaningless.
+    argument `mask` is a bool tensor with the shape of the leading dimensions. It is False for padding. The
+    result is a named tuple (weights, indices, mu). The weights and indices of the chosen experts have shape
+    (..., k), and mu has shape (num_experts,). Padding tokens have weights of 0, and their indices are
+    meaningless.
     """
 
     bias: Tensor

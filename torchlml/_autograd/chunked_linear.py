@@ -1,9 +1,9 @@
 """A linear layer fused with a loss on its logits, computed for a few rows at a time.
 
 The full logit matrix is never materialized. A chunk contains whole rows, so any loss that returns one number
-per row can be used, and no logit is computed twice. Each chunk needs the same three matrix products as the
-unfused computation: for the logits, for the gradient of the input, and for the gradient of the weight, which
-is accumulated over the chunks.
+per row can be used. Each chunk needs the same three matrix products as the unfused computation: for the
+logits, for the gradient of the input, and for the gradient of the weight, which is accumulated over the
+chunks. With the reduction "none" and in float16, the backward pass computes the logits a second time.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Work(NamedTuple):
         return self.at_once(input, weight, bias, k)
 
     def at_once(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """Compute the same result from all logits at once, with differentiable operations."""
+        """Compute the result from all logits at once, with differentiable operations."""
         dtype = self.linear_dtype
         logits = linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]), False)
@@ -126,7 +126,7 @@ class _Work(NamedTuple):
 
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limit: int) -> None:
-    """Check that weight and bias form a linear layer that accepts the input, and that the limit is valid."""
+    """Check that weight and bias form a linear layer that accepts the input, and check `memory_limit`."""
     given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, t in given.items():
         check_tensor(t, name)

@@ -44,8 +44,8 @@ def operator(
             `_torch/onnx.py`.
         triton: whether the function with this name in `_triton/operators.py` is called on a GPU.
         vmap: whether to support `torch.vmap`, by combining the batch into one problem with more rows. The
-            operator must then take (x, k, a tensor like x or None, offsets, settings...) and return a tensor
-            of shape (2, R), like `solve`.
+            operator must then take (x, k, a tensor with the shape of x or None, offsets, settings...) and
+            return a tensor of shape (2, R), like `solve`.
     """
     name, _, rest = schema.partition("(")
     # The compiled kernel has already defined some operators, for programs without Python.
@@ -56,7 +56,7 @@ def operator(
     if for_onnx is not None:
         shapes = _and_tell_inductor(defined, shapes)
         register_decomposition(defined)(for_onnx)
-        # Without this, the compiler would derive dynamic shapes from the decomposition.
+        # Without this registration, the compiler would derive dynamic shapes from the decomposition.
         register_decomposition(defined, type="meta")(shapes)
     torch.library.register_fake(f"torchlml::{name}", shapes, lib=_library)
     if triton:
@@ -166,7 +166,7 @@ def _loss_backward_in_place(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return dk
 
 
-# Overwrite x with dx. Only the compiled kernel does this without additional memory.
+# Overwrites x with dx and returns dk. Only the compiled kernel does this without additional memory.
 loss_backward_in_place = operator(
     f"loss_backward_in_place(Tensor grad, Tensor(a!) x, Tensor k, Tensor nu, {ROWS}, {_LABELS}) -> Tensor",
     _loss_backward_in_place,

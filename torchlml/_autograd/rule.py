@@ -209,7 +209,7 @@ def _reference_forward(
     at_most: bool,
     forward: Callable[..., tuple[Tensor, Tensor]] = fast.forward,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, nu) like `careful.forward`, except that nu is exactly 0 in free rows."""
+    """Return (y, nu) like `forward`, except that y is sigmoid(x) and nu is exactly 0 in free rows."""
     y, nu = forward(x, k, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     free = _is_free(nu, at_most)
@@ -220,7 +220,7 @@ def _reference_forward(
 def _reference_backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (dx, dk) like `careful.backward`, but with the derivative of sigmoid(x) in free rows."""
+    """Return (dx, dk) like `fast.backward`, but with the derivative of sigmoid(x) in free rows."""
     dx, dk = fast.backward(grad, x, y, nu, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     free = (nu == 0).all(0)

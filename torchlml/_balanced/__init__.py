@@ -149,7 +149,7 @@ class _Known(NamedTuple):
 
     problem: Problem
     empty: Tensor | None = None  # (n,) bool: columns with a capacity of 0
-    full: Tensor | None = None  # (n,) bool: columns that need all of their available rows
+    full: Tensor | None = None  # (n,) bool: columns whose capacity is their number of available rows
     ones: Tensor | None = None  # (R, n) bool: the available entries of full columns, which are 1
 
 

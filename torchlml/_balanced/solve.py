@@ -48,7 +48,7 @@ class Problem:
 
     x: Tensor  # (R, n) float32 or float64, contiguous, -inf where an entry must be 0
     k: Tensor  # () or (R,) float64
-    capacity: Tensor  # (n,) float64; 0 for columns without an entry
+    capacity: Tensor  # (n,) float64; 0 for columns in which every entry must be 0
     at_most: bool
     rows: int  # the total number of rows on all processes
     total: float  # the sum of k over these rows
@@ -261,7 +261,7 @@ def evaluate(problem: Problem, mu: Tensor, dense: bool = False) -> Point:
     if problem.scale != 1:
         sums = sums * problem.scale
         off_diagonal = None if off_diagonal is None else off_diagonal * problem.scale
-    gradient = sums[0] - problem.capacity  # 0 in unused columns, which have no entries
+    gradient = sums[0] - problem.capacity  # 0 in unused columns, in which y is 0
     if problem.correction is not None and off_diagonal is not None:
         lacking = problem.correction.off_diagonal
         moved = mu - problem.correction.mu
@@ -340,7 +340,7 @@ def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point 
 
 
 def follow_path(problem: Problem, goal: float) -> Point:
-    """Solve at a high temperature, then halve it until it is 1, starting from the previous solution."""
+    """Solve at a high temperature, then halve it until it is 1, each time starting from the last solution."""
     scale = min(1.0, 8.0 / max(problem.range, 1e-300))
     mu = torch.zeros_like(problem.capacity)
     while scale < 1:

@@ -1,9 +1,10 @@
 """Find and load the compiled kernel, if it is installed.
 
 `TORCHLML_KERNEL=torch` selects pure PyTorch, even on a GPU. `TORCHLML_KERNEL=native` requires the compiled
-kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default, a
-kernel is used if it is installed and can be loaded. `TORCHLML_ISA=baseline|v3|v4` restricts the kernel to a
-lower x86-64 level than the processor supports, for tests.
+kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default, the
+compiled kernel is used if it is installed and can be loaded, and the Triton kernels are used if they pass the
+self-test. `TORCHLML_ISA=baseline|v3|v4` restricts the compiled kernel to a lower x86-64 level than the
+processor supports, for tests.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def requested() -> str:
 
 
 def _import_error(message: str) -> ImportError:
-    """Return an error for `import torchlml` to raise.
+    """Return an ImportError whose `name` is "torchlml".
 
-    Its `name` attribute distinguishes it from the error for a missing package.
+    The name distinguishes it from the error that Python raises for a missing package.
     """
     return ImportError(message, name="torchlml")
 
@@ -79,7 +80,7 @@ def load() -> None:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
         library.torchlml_instruction_set.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:  # damaged, or built for another platform or package
+    except (OSError, AttributeError) as error:  # damaged, or a library of another platform or package
         _absence = f"{path.name} could not be loaded ({error})"
         if choice == "native":
             raise _import_error(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error

@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     entries: Placed
     rows: Placed  # replicated across the processes that the labels are sharded across
     labels: int | None  # the mesh dimension that shards the labels, if any
-    group: LabelGroup | None  # the processes that the labels are sharded across; None if they are not
+    group: LabelGroup | None  # the processes that the labels are sharded across; None if not sharded
 
     def per_label(self, t: Any) -> Any:
         """Return the local part of an argument that has one entry, or one matrix row, per label."""

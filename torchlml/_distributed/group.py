@@ -128,7 +128,7 @@ class Agreement:
             masked: whether k may exceed the number of labels, as it may with a mask.
             same: other values that must match, keyed by their names in error messages.
         """
-        if not is_plain():  # results would be silently wrong
+        if not is_plain():  # such a call would silently return wrong results
             raise NotImplementedError(
                 "With `group`, only plain calls and their first derivatives are supported, but a torch.func "
                 "transform or forward-mode differentiation is active."
@@ -174,14 +174,15 @@ def agreement(group: LabelGroup, x: Any) -> Iterator[Agreement]:
     If the `with` block raises an error on one process or the arguments differ, every process raises an error.
     """
     agreed = Agreement(group)
-    # A meta tensor cannot carry a message, so the other processes would wait for it forever.
+    # Tensors on the meta device have no values, so a message sent from it would never arrive. Use the CPU.
     carries = isinstance(x, Tensor) and x.device.type != "meta"
     device = x.device if carries else torch.device("cpu")
     failure: Exception | None = None
     try:
         yield agreed
     except Exception as error:
-        # The other processes wait for a message. Each character takes up to six bytes, so 300 of them fit.
+        # Send the error, because the other processes wait for a message. A character takes up to six bytes,
+        # so 300 characters fit.
         failure, agreed.own = error, {"error": str(error)[:300]}
     # This takes one collective, whereas all_gather_object takes two.
     text = json.dumps(agreed.own, ensure_ascii=False).encode()

@@ -29,11 +29,11 @@ from torchlml._autograd import operators
 from torchlml._distributed.group import LabelGroup, LabelSplit, add_up
 from torchlml._distributed.threshold import find_threshold, solve_gap
 
-# `threshold.py` handles rows whose interval is wider than this or whose entries are all farther than this
-# from the threshold.
+# `threshold.py` handles rows whose interval is wider than `_WIDE` or whose entries are all farther than
+# `_WIDE` from the threshold. If the gap around the threshold is wider than `_GAP`, it uses a closed form.
 _WIDE = 150.0
 _GAP = 80.0
-# The local roots, which bound the interval, are exact only up to rounding in their dtype.
+# The interval is widened by this margin, because the local roots that bound it have rounding errors.
 _MARGIN = 1e-3
 # The largest distance at which the Taylor series is used. The fifth-order term is then below the precision of
 # the dtype.
@@ -99,7 +99,7 @@ class _Survey(NamedTuple):
     infinite: Tensor
     available: Tensor
     nearest: Tensor
-    at_zero: Tensor | None  # S(0) - k, for a bound
+    at_zero: Tensor | None  # S(0) - k; None unless the bound is an inequality
     base: Tensor
     low: Tensor
     high: Tensor

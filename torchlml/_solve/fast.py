@@ -7,7 +7,7 @@ u = e^delta,
 
 so no evaluation needs another exponential, and an entry of -inf automatically gives 0. The first steps are
 Halley steps on the log odds of sum(y), which are cheap but lose the digits of entries near 1. The following
-steps use the signed sum of t described in `newton.residual` and are accurate for every row. A row is
+steps use the signed sum of t described in `newton.py` and are accurate for every row. A row is
 certified when such a step is short: the second derivative of sum(y) never exceeds the first, so the remaining
 error is about half the square of the step. The caller solves uncertified rows with `newton`.
 
@@ -137,7 +137,7 @@ def _shared_quantiles(k: float, n: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
-    """Find delta to a few digits by Halley's method on log(S / (m - S)), entirely in the dtype of e."""
+    """Find delta to a few digits by Halley's method on log(S / (m - S)), S = sum(y), in the dtype of e."""
     # Use tensors, because torch converts Python numbers in each operation, which takes as long as the
     # operation itself.
     one, limit = e.new_ones(1), e.new_full((1,), _LIMITS[e.dtype].rough)
@@ -207,7 +207,7 @@ def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tup
 
 
 class _Sums(NamedTuple):
-    """The sums over each row that a step needs, in the notation of `newton.residual`.
+    """The sums over each row that a step needs, in the notation of `newton.py`.
 
     They are c, sum(s * t), sum(t), sum(w) and sum(s * w), where s is 1 for z < 0 and -1 for z > 0.
     """

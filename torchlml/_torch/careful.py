@@ -1,4 +1,4 @@
-"""Accurate operators in pure PyTorch, for tests and for rows that `fast.py` cannot solve.
+"""Accurate operators in pure PyTorch, for tests and for rows that `fast.py` cannot certify.
 
 The arguments have a canonical form, which is the same for every operator and every kernel:
 
@@ -147,7 +147,7 @@ def fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: 
 
 
 def moving(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """Return a mask of the entries that vary with x and k: finite entries in rows with a finite nu."""
+    """Return a mask of the entries whose y varies with x and k: finite entries in rows with a finite nu."""
     return x.isfinite() & rows.broadcast(nu[0].isfinite())
 
 

@@ -4,15 +4,16 @@ Each operator takes a few passes over the rows and certifies its result row by r
 certificate, which include all rows without a finite nu, are computed by the careful operators in
 `careful.py`. The arguments are those of `careful.py`.
 
-On a GPU, each call synchronizes once to find out whether there are rows without a certificate. During the
-capture of a CUDA graph, no synchronization is possible, so the careful operators compute all rows.
+On a GPU, a forward call with dense rows synchronizes once to find out whether there are rows without a
+certificate. The careful operators, which do not synchronize, compute ragged rows and gradients on a GPU. They
+also compute all rows while a CUDA graph is captured, because no synchronization is possible then.
 
 The LML loss operators also take, as `*labels`,
 
 - labels: int64 (R, L), the observed classes of each row. With `offsets`, it is int64 (P,) and contains
   positions in x; those of row i are `labels[starts[i]:starts[i + 1]]`. In both cases, negative numbers are
-  padding, and no label occurs twice. Alternatively, a bool tensor with the shape of x, True for observed
-  labels.
+  padding, and no label occurs twice. Alternatively, `labels` is a bool tensor with the shape of x that is
+  True for observed labels.
 - starts: int64 (R + 1,), from 0 to P, if `labels` contains positions; otherwise None.
 - weight: the weight of each label, in the work dtype and the shape of `labels`; None if all weights are 1.
 
@@ -140,7 +141,8 @@ def _differentiate(
     offsets: Tensor | None,
 ) -> Pair:
     """Return (dx, dk) for every row."""
-    # Padding ragged rows takes longer than the careful operator, and on a GPU it would synchronize.
+    # Padding ragged rows takes longer than the careful operator. On a GPU, looking for rows without a
+    # certificate would synchronize.
     if x.numel() == 0 or offsets is not None or not on_host(x):
         return fallback(grad, x, y, nu, mask, offsets)
     values = _values(x, mask)

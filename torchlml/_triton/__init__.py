@@ -24,7 +24,7 @@ _SPLIT_LENGTH = 65536
 
 
 class Plan(NamedTuple):
-    """The shape of a launch: entries per block, warps per block, and programs per row.
+    """The launch settings: entries per block, warps per program, and programs per row.
 
     With `loop`, a row may be longer than its block: the first block stays on chip, and the other blocks are
     read again in every pass. For ragged rows, `loop` is always True, because their lengths are known only on

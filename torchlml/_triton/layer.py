@@ -1,14 +1,14 @@
 """Kernels for y, log y, nu and their derivatives. Each program reads one row once and keeps it on chip.
 
 If a row is longer than its block, its first block stays on chip, and the rest is streamed once per step. With
-w = sigmoid(z) * sigmoid(-z) and p = w / sum(w), the derivatives are
+z = x + nu, w = sigmoid(z) * sigmoid(-z) and p = w / sum(w), an incoming gradient g of each result gives
 
-    of y:      dx = w * (g - dk),           dk = sum(p * g)
-    of log y:  dx = a - p * sum(a),         dk = sum(a) / sum(w),    a = g * sigmoid(-z)
-    of nu:     dx = -g * p,                 dk = g / sum(w)
+    y:      dx = w * (g - dk),           dk = sum(p * g)
+    log y:  dx = a - p * sum(a),         dk = sum(a) / sum(w),    a = g * sigmoid(-z)
+    nu:     dx = -g * p,                 dk = g / sum(w)
 
 To be accurate even if every w underflows, sums of w are multiplied by e^nearest, where `nearest` is the
-distance from the threshold to the nearest entry.
+smallest |z| in the row.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 

@@ -1,6 +1,7 @@
 """Kernels for the LML loss and its derivatives: one program per row, which solves the row on chip.
 
-Let c be the weight of a label, A = sum(c * (1 - y)) over the labels of a row, and p = w / sum(w). Then
+Let c be the weight of a label, A = sum(c * (1 - y)) over the labels of a row, w = y * (1 - y), and
+p = w / sum(w). With an incoming gradient g,
 
     loss = -sum(c * log(y)),    dx_i = g * (A * p_i - c_i * (1 - y_i)),    dk = -g * A / sum(w).
 

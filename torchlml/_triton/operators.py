@@ -80,7 +80,7 @@ def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
 
 
 def on_device_of(k: Tensor, x: Tensor) -> Tensor:
-    """Return k on the device of `x`. A 0-d k is on the CPU, and copying it would synchronize the device."""
+    """Return k on the device of `x`. A 0-d k on the CPU becomes a fill value: a copy would synchronize."""
     return k if k.device == x.device else torch.full((), k.item(), dtype=torch.float64, device=x.device)
 
 

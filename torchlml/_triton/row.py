@@ -16,7 +16,7 @@ import triton.language as tl
 # multiplied by e^distance to avoid underflow. At this distance, 1 + e^-32 rounds to 1, so sigmoid(-|z|) is
 # e^-|z|.
 _FAR = tl.constexpr(32.0)
-_LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units are added to it
+_LARGEST = tl.constexpr(3.0e38)  # replaces an infinite distance, because inf - inf would be NaN
 # After a Newton step s, the error is below 4 * s^2, because |S''| <= S' for S(nu) = sum(y). After the last
 # step, it is at most 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
@@ -48,7 +48,7 @@ def locate(row, x_ptr, mask_ptr, offsets_ptr, n, size):
 
 @triton.jit
 def locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size):
-    """Return (row, split, where, hi, lo) for a program of a solved row. In an unsplit row, split is 0."""
+    """Return (row, split, where, hi, lo) for this program, with nu = hi + lo. In unsplit rows, split is 0."""
     row, split = tl.program_id(0), tl.program_id(1)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     return row, split, where, tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
@@ -84,7 +84,7 @@ def write(pointer, values, where, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def survey_block(x, side):
-    """Compute statistics for the first step: entry counts by kind, extremes, and logsumexp(side * x)."""
+    """Count NaN, available and +inf entries, and compute extremes and the sum in logsumexp(side * x)."""
     finite = tl.abs(x) < float("inf")
     undefined = tl.sum((x != x).to(tl.int32), 0)
     m = tl.sum((x != float("-inf")).to(tl.int32), 0)
@@ -121,9 +121,9 @@ def shrink(old, new):
 def begin(k, found, side):
     """Return (hi, lo, lower, upper, number, share): the initial state, or the result for a special row.
 
-    `number` counts the steps, and `share` is y at +inf entries. The bracket is
-    `logit(k/m) - max x <= nu <= logit(k/m) - min x`. The initial nu is `log k - LSE(x)`, or its mirror image
-    `LSE(-x) - log(m - k)` for side = -1. Each entry of +inf gets 1 and reduces k by 1.
+    `number` counts the steps, and `share` is y at +inf entries. For m available entries, the bracket is
+    `logit(k/m) - max x <= nu <= logit(k/m) - min x`. The initial nu is `log k - logsumexp(x)`, or its mirror
+    image `logsumexp(-x) - log(m - k)` for side = -1. Each entry of +inf gets y = 1 and reduces k and m by 1.
     """
     undefined, m, p, top, bottom, total = found
     ordinary = (k > p) & (k < m) & (undefined == 0)
@@ -161,7 +161,8 @@ def evaluate_block(x, hi, lo):
     """Return the contribution of a block to sum(y) - k: (count, below, above, P, Q, P', Q').
 
     `count` entries are above the threshold. Q and Q' are the sums of t = sigmoid(-|z|) and w = t * (1 - t)
-    over these entries, times e^above. P and P' are the sums over the other entries, times e^below.
+    over these entries, times e^above. P and P' are the sums over the other entries, times e^below. `above`
+    and `below` are the distances to the nearest entry on each side, or 0 if the distance is at most `_FAR`.
     """
     z = (x + hi) + lo
     up = z > 0

@@ -141,7 +141,7 @@ def _distance(expected: Tensor, got: Tensor) -> float:
 def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield (operator name, arguments) for calls that cover every operator.
 
-    The rows have different scales, and some of them are masked, special or ragged.
+    The rows have different scales. Some are masked or ragged, and some contain NaN or -inf.
     """
     for x, k, mask, offsets, labels in _problems(device, dtype):
         rows = mask, offsets

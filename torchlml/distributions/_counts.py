@@ -30,7 +30,7 @@ import math
 import torch
 from torch import Tensor
 
-# Below this variance, polynomials up to order 5 leave a relative error of (V / 2)^8 / 6!^2 in 1 - P(A).
+# Below this variance, polynomials up to order 5 leave a relative error below (V / 2)^8 / 6!^2 in 1 - P(A).
 _QUIET = 1 / 64
 # At or above this variance, frequencies near π have weight below exp(-2 * 18) = 2e-16.
 BUSY = 18.0
@@ -92,14 +92,17 @@ def variance_of(b: Tensor) -> Tensor:
 
 
 def _quiet(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve rows with V < 1/64, where d = 0, by summing e_j(odds in A) * e_j(odds in B) over j <= 5."""
+    """Compute the results for V < 1/64, where d = 0, from e_j(odds in A) * e_j(odds in B) for j <= 5.
+
+    e_j is the j-th elementary symmetric polynomial.
+    """
     odds = b / (1 - b)
     in_a = torch.where(above, odds, 0)
     of_a, of_b = _symmetric(in_a), _symmetric(odds - in_a)
     orders = range(1, _ORDER + 1)
     rest = torch.stack([of_a[j] * of_b[j] for j in orders]).sum(0)
-    # Without entry i, e_j(B \ i) = e_j(B) - odds_i * e_{j-1}(B \ i). This is the same polynomial in odds_i
-    # for all i.
+    # Without entry i, e_j(B \ i) = e_j(B) - odds_i * e_{j-1}(B \ i). If this is expanded, it is the same
+    # polynomial in odds_i for all i.
     tail = torch.zeros_like(odds)
     for power in reversed(range(_ORDER)):
         shifted = [(of_a[j], of_b[j - 1 - power], of_b[j], of_a[j - 1 - power]) for j in orders if j > power]
@@ -127,7 +130,7 @@ def _symmetric(odds: Tensor) -> list[Tensor]:
 
 
 def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve rows with 1/64 <= V < 18, by power sums over entries with small b, and factors for the rest."""
+    """Compute the results for 1/64 <= V < 18, with power sums if b is small, and factors otherwise."""
     rows, n = b.shape
     angle = angles(float(variance.max()), n, b)
     u, v = angle.cos() - 1, angle.sin()  # w = exp(iθ) - 1 = u + iv
@@ -142,7 +145,7 @@ def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tens
     factor = torch.complex(1 + packed * u, packed * sign * v)
     # For the entries with small b, log(1 + b * w) = -sum_l (-w)^l * b^l / l.
     powers_of_b = _Powers(b)
-    sums, signed = powers_of_b.sums(b.masked_fill(inner, 0), side, _OUTER_POWERS)  # of b^(l + 1)
+    sums, signed = powers_of_b.sums(b.masked_fill(inner, 0), side, _OUTER_POWERS)  # sums of b^(l + 1)
     order = torch.arange(1, _OUTER_POWERS + 1, device=b.device).unsqueeze(-1)
     powers = (-torch.complex(u, v)) ** order
     log_others = torch.complex(
@@ -160,7 +163,7 @@ def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tens
 
 
 def _busy(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve rows with V >= 18, by power sums over all entries."""
+    """Compute the results for V >= 18 from power sums of all entries."""
     side = side_of(above, b)
     smallest, largest = (float(value) for value in variance.aminmax())
     angle, terms = angles(largest, b.shape[-1], b), series_terms(smallest)
@@ -169,16 +172,17 @@ def _busy(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor
     phase = phase - d.unsqueeze(-1) * angle
     log_p, real, imaginary = _normalize(size * phase.cos(), size * phase.sin())
     # D is as in `_middle`. The series follows from
-    # w / (1 + y * w) = 2i * sin(θ/2) * (1 + 2 * sum_l (iτ)^l * T_l(1 - 2y)) with τ = tan(θ/4).
+    # w / (1 + y * w) = 2i * sin(θ/2) * (1 + 2 * sum_l (iτ)^l * T_l(1 - 2y)) with τ = tan(θ/4), where y is the
+    # success probability of an entry: b in B and 1 - b in A.
     from_real, from_imaginary = _slope_series(len(angle) - 1, terms)
     (slope,) = powers.polynomials(real @ from_real.to(b.device) + imaginary @ from_imaginary.to(b.device))
     return log_p - (-b).log1p().sum(-1), b + (b - b * b) * (side * slope)
 
 
 def generating_function(b: Tensor, side: Tensor, variance: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the absolute value and the argument of the mean of exp(iθD).
+    """Return the absolute value and the argument of the mean of exp(iθX).
 
-    D is the number of successes in B minus the number of failures in A. Every row must have a variance of at
+    X is the number of successes in B minus the number of failures in A. Every row must have a variance of at
     least `BUSY`.
     """
     powers = _Powers(side * (1 - 2 * b))
@@ -211,7 +215,7 @@ def _log_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
     The first matrix is for its real part, the second for its imaginary part. Here x = 1 - 2b. Both matrices
     have shape (terms, half + 1). They follow from
     log(1 + b * w) = -2 * sum_l (iτ)^l * (T_l(x) - 1) / l with τ = tan(θ/4). The series converges because the
-    singularity in x is on the ellipse with parameter 1 / τ around [-1, 1]. Expressing T_l(x) - 1 through
+    singularity in x is on the Bernstein ellipse with parameter 1 / τ. Expressing T_l(x) - 1 through
     1 - x^j = sum_{i<j} 2b * x^i keeps entries with tiny b accurate.
     """
     order = torch.arange(1, terms + 1)
@@ -227,7 +231,7 @@ def _log_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
 def _slope_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
     """Return matrices that map the real and imaginary parts of c to the polynomial coefficients of D.
 
-    D is a polynomial in x = 1 - 2y. Both matrices have shape (half + 1, terms).
+    D is a polynomial in x = 1 - 2y, with y as in `_busy`. Both matrices have shape (half + 1, terms).
     """
     order = torch.arange(terms)
     angle = _grid(half).unsqueeze(-1)

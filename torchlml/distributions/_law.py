@@ -1,9 +1,9 @@
 """The distribution P(S) ∝ exp(sum_{i in S} x_i) over the sets S of exactly k entries, and sampling from it.
 
-The dual variable nu of `lml` tilts a row: with z = x + nu, independent coin flips with probabilities
-sigmoid(z) have k successes on average. Given exactly k successes, the set of successes has the distribution
-P. `_counts` computes this conditional distribution. This module prepares rows, including those with infinite
-logits, and provides derivatives.
+The logits x of each row are shifted by the dual variable nu of `lml`, called the tilt: with z = x + nu,
+independent coin flips with probabilities sigmoid(z) have k successes on average. Given exactly k successes,
+the set of successes has the distribution P. `_counts` computes this conditional distribution. This module
+prepares rows, including those with infinite logits, and provides derivatives.
 
 Samples are exact. Independent coin flips have exactly k successes with a probability of about
 1 / sqrt(2πV), where V is the variance of the number of successes. For small V, the coins are flipped until
@@ -90,7 +90,7 @@ class Law:
         certain = (self.k <= 0) | (self.k >= most) | bad
         nu = lml_dual(values, torch.where(bad, 0, self.k).to(values.dtype))
         self.nu = torch.where(certain, 0, nu)
-        # If a row has only one possible set, z is set to 0 there, so that the probability is exactly 1.
+        # If a row has only one possible set, z is set to 0 in the row, so that the probability is exactly 1.
         self._certain = certain.unsqueeze(-1) if bool(certain.any()) else None
         self._bad = bad if bool(bad.any()) else None
         self._shift: Tensor = self.nu.unsqueeze(-1)
@@ -106,7 +106,7 @@ class Law:
         self.log_ratio, self.tail = self._conditional(self.b)
 
     def of(self, x: Tensor) -> Law:
-        """Return the same distribution, but differentiable with respect to `x`, which equals the logits."""
+        """Return the same distribution, differentiable with respect to `x`, which must equal the logits."""
         law = copy.copy(self)
         law._given = x
         return law
@@ -171,8 +171,8 @@ class Law:
     def cross_entropy(self, other: Law) -> Tensor:
         """Return the expectation (R,) of -log Q(S), where Q is the `other` distribution."""
         z, pi = other.z, self.inclusion
-        # The probability that an entry is not on the side that is more likely under Q. It is accurate even if
-        # pi or 1 - pi rounds to 1.
+        # Compute the probability that an entry does not have its more likely outcome under Q. The result is
+        # accurate even if pi or 1 - pi rounds to 1.
         pi_value, complement = (
             torch.where(self.above == side, 1 - self.tail, self.tail) for side in (True, False)
         )

@@ -68,11 +68,11 @@ class KSubset(Distribution):
     k differs between rows, shorter lists of indices are padded with -1. `rsample` returns samples with the
     gradient of `mean` (straight-through).
 
-    The distribution is known as conditional Bernoulli or conditional Poisson. `torchlml.lml(logits, k)`
-    approximates its mean. The dual variable nu of `lml` makes the exact computation cheap: coin flips with
-    probabilities sigmoid(logits + nu) have k successes on average. The probability of exactly k successes is
-    therefore never tiny, and a short Fourier transform computes it accurately. Time and memory grow with n
-    but hardly depend on k.
+    This is the conditional Bernoulli distribution, also called the conditional Poisson distribution.
+    `torchlml.lml(logits, k)` approximates its mean. The dual variable nu of `lml` makes the exact computation
+    cheap: coin flips with probabilities sigmoid(logits + nu) have k successes on average. The probability of
+    exactly k successes is therefore never tiny, and a short Fourier transform computes it accurately. Time
+    and memory grow with n but hardly depend on k.
 
     All computations are in float64, regardless of the dtype of the arguments. For float64 logits, `log_prob`,
     `entropy`, `mean` and `variance` have relative errors of about 1e-14, even if their values are tiny. These

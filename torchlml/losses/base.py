@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchlml._arguments import check_limit, check_tensor
 from torchlml._autograd.loss import Reduction, check_reduction
 
-# `repr` omits these settings if they have these default values.
+# Default values of settings. `repr` omits a setting that has its default value.
 _USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum", "group": None}
 
 

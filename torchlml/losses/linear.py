@@ -71,11 +71,11 @@ def linear_lml_loss(
             then a DTensor, reduced over all rows.
 
     Returns:
-        The same as `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
+        The result of `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
 
     With the reductions "mean" and "sum", the gradients are computed together with the loss, while the logits
     are in memory. The backward pass recomputes the logits in three cases: with the reduction "none", in
-    float16 (because the loss must be scaled first), and if it runs twice on the same graph. Second
+    float16 (because of loss scaling), and if it runs twice on the same graph. Second
     derivatives, `torch.func` transforms and forward-mode differentiation compute all logits at once.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
@@ -159,13 +159,16 @@ def linear_truncated_entropy_loss(
 
     Args:
         k: the number of allowed guesses, as for `truncated_entropy_loss`.
-
-    The other arguments are those of `linear_lml_loss`, and gradients are computed in the same way. Labels
-    that are sharded across processes are not supported. Temporary tensors take up to 2 * `memory_limit`
-    additional bytes.
+        input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_reduction: as for
+            `linear_lml_loss`.
+        memory_limit: as for `linear_lml_loss`. Temporary tensors take up to 2 * `memory_limit` additional
+            bytes.
 
     Returns:
-        The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
+        The result of `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
+
+    Gradients are computed as in `linear_lml_loss`. Labels that are sharded across processes are not
+    supported.
     """
     check_reduction(reduction, label_reduction)
     check_linear(input, linear_weight, linear_bias, memory_limit)
@@ -184,7 +187,7 @@ def linear_truncated_entropy_loss(
         return reduce_losses(dense_entropy(c, labels, k), labels, divisor, "none", c)
 
     chunked = ChunkedLoss(loss, rows.has_label, reduction, memory_limit, at_once=rows.weights_need_gradient)
-    no_k = input.detach().new_zeros((), dtype=torch.float64)  # has no gradient
+    no_k = input.detach().new_zeros((), dtype=torch.float64)  # a placeholder, because k has no gradient
     return chunked(input, linear_weight, linear_bias, no_k)
 
 

@@ -48,8 +48,8 @@ def lml_loss(
             list.
         k: the number of labels to predict, as for `torchlml.lml`: one number, or one number per row. The loss
             is differentiable with respect to it. If k = 0 in a row that has a label, a ValueError is raised
-            on the CPU. On other devices, this check would synchronize the device, so the loss is infinite
-            instead.
+            on the CPU, unless `bound` is "at_least". On other devices, this check would synchronize the
+            device, so the loss is infinite instead.
         weight: one weight per class, which multiplies the loss of each label of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".

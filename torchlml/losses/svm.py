@@ -61,8 +61,8 @@ def topk_svm_loss(
         max(0, alpha + (s_(k) - s_y) / k),   where s_(k) is the k-th largest s_j with j != y.
 
     The loss is 0 if s_y exceeds s_(k) by at least alpha * k. It is the limit of `smooth_topk_svm_loss` as tau
-    goes to 0. At most two classes in a row have a nonzero gradient, whereas with the smooth loss every class
-    has one.
+    goes to 0. At most two classes in a row have a nonzero gradient, whereas the smooth loss has a nonzero
+    gradient for every class.
     """
     check_reduction(reduction)
     check_number(alpha, "alpha", "a nonnegative number", 0)
@@ -120,10 +120,12 @@ def smooth_topk_svm_loss(
 
     Args:
         tau: the temperature. As it goes to 0, the loss approaches `topk_svm_loss`.
+        logits, target, k, alpha, weight, ignore_index, reduction, mask: as for `topk_svm_loss`.
 
-    The other arguments and the result are those of `topk_svm_loss`.
+    Returns:
+        The loss, with the dtype and shape of the result of `topk_svm_loss`.
 
-    For logits s and label y, the definition is
+    For logits s and label y, the loss is defined as
 
         tau * log(sum_A exp((alpha * [y not in A] + sum_{j in A} s_j / k) / tau))
         - tau * log(sum_{A with y} exp(sum_{j in A} s_j / (k * tau))),
@@ -211,9 +213,10 @@ def _reduce(loss: Tensor, labels: Labels, reduction: Reduction, c: Canonical) ->
 
 
 def log_ratio(x: Tensor, k: int) -> Tensor:
-    """Compute log(E_k / E_{k-1}) for each row of x (R, n), with E_k as in `smooth_topk_svm_loss` for exp(x).
+    """Compute log(E_k / E_{k-1}) for each row of x (R, n).
 
-    The result is -inf if fewer than k entries exceed -inf, and +inf if at least k entries are +inf.
+    E_k is the k-th elementary symmetric polynomial of the row's entries of exp(x). The result is -inf if
+    fewer than k entries exceed -inf, and +inf if at least k entries are +inf.
     """
     n = x.shape[-1]
     if x.shape[0] == 0:
@@ -247,7 +250,10 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 
 
 def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
-    """Multiply the polynomials failure + success * t pairwise, dropping powers above k, until one is left."""
+    """Multiply the polynomials failure + success * t pairwise, dropping powers above k, until one is left.
+
+    The result contains the coefficients of the powers 0 to k, with shape (R, k + 1).
+    """
     columns = success.shape[1]
     if columns > _EVEN:  # pad to a multiple of 64, so that odd counts occur only later, when copying is cheap
         spare = (0, -columns % _EVEN)

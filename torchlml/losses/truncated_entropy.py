@@ -1,4 +1,4 @@
-"""The truncated top-k entropy of Lapin, Hein and Schiele (2016), and its multi-label form."""
+"""The truncated top-k entropy of Lapin, Hein and Schiele (2016), generalized to several labels."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def truncated_entropy_loss(
 
     Args:
         k: the number of allowed guesses, from 1 to n.
+        logits, target, weight, ignore_index, reduction, label_reduction, mask, offsets: as for `lml_loss`.
 
-    The other arguments and the result are those of `lml_loss`, except that `bound` and `group` are not
-    supported.
+    Returns:
+        The loss, with the dtype and shape of the result of `lml_loss`.
 
     For logits f and observed labels Y, the loss of a row is
     `sum_{i in Y} log(1 + sum_{j in J} exp(f_j - f_i))`. J contains the classes of the n - k smallest logits
-    outside Y, or all classes outside Y if there are fewer. The loss of a row with at most k entries is 0.
+    outside Y, or all classes outside Y if there are fewer. The loss of a row with at most k available
+    entries is 0.
     """
     check_reduction(reduction, label_reduction)
     k = check_integer_k(k)
@@ -123,7 +125,7 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
-    """Return a mask of labels, masked entries and rows without labels. A NaN there must have no effect."""
+    """Return a mask of labels, masked entries and rows without labels, where a NaN must have no effect."""
     absent = ~has_label if observed is None else observed | ~has_label
     return absent if c.mask is None else absent | ~c.mask
 

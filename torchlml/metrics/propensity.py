@@ -31,9 +31,11 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
             sets.
 
     Returns:
-        The propensities p = 1 / (1 + C * (count + B)^-A) with C = (log(rows) - 1) * (B + 1)^A, as a float64
-        tensor of shape (n,). This is the model of Jain, Prabhu and Varma, "Extreme Multi-label Loss Functions
-        for Recommendation, Tagging, Ranking & Other Missing Label Applications" (KDD 2016).
+        The propensities, as a float64 tensor of shape (n,).
+
+    The propensity of a label is p = 1 / (1 + C * (count + B)^-A), where C = (log(rows) - 1) * (B + 1)^A. This
+    is the model of Jain, Prabhu and Varma, "Extreme Multi-label Loss Functions for Recommendation, Tagging,
+    Ranking & Other Missing Label Applications" (KDD 2016).
     """
     check_tensor(counts, "counts")
     if counts.dtype == torch.bool or counts.is_complex() or counts.dim() != 1:
@@ -174,6 +176,9 @@ def propensity_scored_precision(
         propensities: the propensities of the classes (n,), as for `PropensityScoredPrecision`.
         classes: the class index of each score, an int64 tensor. It is required with `offsets`.
         preds, target, k, ignore_index, mask, offsets, group: as for `topk_recall`.
+
+    Returns:
+        A scalar for an integer k, or a dict with the keys `psp@k` for a sequence.
     """
     metric = PropensityScoredPrecision(propensities, k, ignore_index, group, sync_on_compute=False)
     return of_batch(metric, preds, target, mask=mask, offsets=offsets, classes=classes)

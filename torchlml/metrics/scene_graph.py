@@ -62,7 +62,7 @@ class SceneGraphRecall(CountingMetric):
     - mR@K gives rare predicates the same weight as frequent ones and is usually much lower than R@K. It
       averages over the images that contain a predicate, and then over the predicates that occur.
     - Zero-shot recall (zR@K) counts only the relations whose combination of subject class, predicate and
-      object class never occurs in the training data. To compute it, remove all other relations.
+      object class never occurs in the training data. To compute it, remove all other relations from `target`.
     - A micro average divides the number of matched relations in all images by the number of relations in all
       images, which gives more weight to images with many relations.
     - Some implementations add one pixel to the width and height of a box, which increases overlaps slightly.
@@ -167,7 +167,10 @@ def scene_graph_recall(
         >>> scene_graph_recall([{**predicted, "scores": scores}], [true], k=(1, 2))
         {'R@1': tensor(0.5000), 'R@2': tensor(0.5000)}
 
-    The arguments are those of `SceneGraphRecall` and its `update`.
+    The arguments are those of `SceneGraphRecall` and its `update` method.
+
+    Returns:
+        A scalar for an integer k, or a dict for a sequence, as returned by `SceneGraphRecall.compute`.
     """
     return of_batch(SceneGraphRecall(k, constrained, mean, sync_on_compute=False), preds, target)
 

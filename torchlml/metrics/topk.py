@@ -48,7 +48,7 @@ class CountingMetric(Metric):
         return {f"{name}@{each}": value for each, value in zip(self.k, values, strict=True)}
 
     def set_dtype(self, dst_type: str | torch.dtype) -> CountingMetric:
-        """Do nothing: the inherited method would convert the counts and thus limit their range."""
+        """Do nothing: the inherited method would cast the integer states and lose precision."""
         return self
 
 
@@ -251,7 +251,7 @@ class TopKRecall(TopKMetric):
         **settings: arguments of `torchmetrics.Metric`.
 
     For a row with observed labels Y and a predicted set P of k entries, the recall is |Y ∩ P| / |Y|. The
-    formula in the LML paper is the mean over Y of [y_j not in P], which is 1 minus the recall, because its
+    formula in the LML paper is the mean of [j not in P] over j in Y, which is 1 minus the recall, because its
     condition is inverted.
 
     - With one label per row, this is the top-k accuracy.
@@ -295,12 +295,14 @@ def topk_recall(
         preds: scores of shape (..., n), a 1-d tensor of scores with `offsets`, or a nested tensor, as for
             `torchlml.lml_loss`.
         target: the observed labels, in any format that `torchlml.lml_loss` accepts.
-        k: an integer or a sequence of integers. The result is a scalar for an integer, and a dict for a
-            sequence.
+        k: an integer or a sequence of integers.
         mask: a bool tensor that broadcasts to the shape of the scores. Entries that are False never count as
             found.
         offsets: int64 row boundaries of a ragged batch, as for `torchlml.lml`.
         ignore_index, group: as for `TopKRecall`.
+
+    Returns:
+        A scalar for an integer k, or a dict with the keys `recall@k` for a sequence.
     """
     metric = TopKRecall(k, ignore_index, group, sync_on_compute=False)
     return of_batch(metric, preds, target, mask=mask, offsets=offsets)
@@ -351,6 +353,9 @@ def topk_precision(
         {'precision@1': tensor(0.5000), 'precision@3': tensor(0.5000)}
 
     The arguments are those of `topk_recall`.
+
+    Returns:
+        A scalar for an integer k, or a dict with the keys `precision@k` for a sequence.
     """
     return of_batch(
         TopKPrecision(k, ignore_index, group, sync_on_compute=False),
@@ -413,6 +418,9 @@ def topk_ndcg(
         {'ndcg@1': tensor(0.5000), 'ndcg@3': tensor(0.7500)}
 
     The arguments are those of `topk_recall`.
+
+    Returns:
+        A scalar for an integer k, or a dict with the keys `ndcg@k` for a sequence.
     """
     metric = TopKNDCG(k, ignore_index, group, sync_on_compute=False)
     return of_batch(metric, preds, target, mask=mask, offsets=offsets)

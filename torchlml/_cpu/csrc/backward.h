@@ -32,8 +32,8 @@ struct BackwardRow : Row<S> {
   double* dk;
   T high, low;
 
-  // Returns a piece of the row as a separate row. The short path also uses this function to copy the whole row. The
-  // address of the copy does not escape, so the compiler can keep nu in registers across stores.
+  // Returns a piece of the row as a separate row. For a row that is not split, the piece is a copy of the whole row.
+  // The address of the copy does not escape, so the compiler can keep nu in registers across stores.
   LML_INLINE BackwardRow part(int64_t begin, int64_t size) const {
     BackwardRow out = *this;
     out.x += begin, out.n = size, out.dx += begin;
@@ -186,7 +186,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // Computes dx for a row that the bound does not constrain, in which y = sigmoid(x).
+  // Computes dx for a row that the bound on the sum does not constrain. In such a row, y = sigmoid(x).
   LML_INLINE void free_row() const {
     *dk = 0;
     each_vector<T>(n, team, [*this](int64_t i, int64_t count) __attribute__((always_inline)) {

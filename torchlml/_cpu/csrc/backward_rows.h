@@ -1,4 +1,4 @@
-// The backward pass for all rows of a call, which processes short rows in blocks and longer rows one by one.
+// The backward pass for all rows of a call. Short rows are processed in blocks, and longer rows one by one.
 #pragma once
 
 #include "backward.h"
@@ -179,7 +179,7 @@ class BackwardBlock {
   bool has_near_[block_rows];
   alignas(LML_VECTOR_BYTES) float w_[block_rows * short_row];
 };
-// Blocks are used only for computation in float32. float64 rows are processed one by one.
+// Blocks compute in float32, so float64 rows are processed one by one.
 template <>
 class BackwardBlock<double> {
  public:

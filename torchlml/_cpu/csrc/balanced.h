@@ -1,6 +1,7 @@
-// The two-sided projection: solves the rows for given column multipliers, and multiplies vectors by the Schur
-// complement. Each task processes one part of the rows and computes column sums for it. The bindings add these sums in
-// the order of the parts, so that results do not depend on the number of threads.
+// The kernels of balanced_lml. `balanced_forward` solves the rows for given column multipliers. `balanced_product`
+// multiplies a vector by W^T * diag(inverse) * W, the expensive term of the Schur complement. Each task processes one
+// part of the rows and computes column sums for it. The bindings add these sums in the order of the parts, so that
+// results do not depend on the number of threads.
 #pragma once
 
 #include "forward.h"

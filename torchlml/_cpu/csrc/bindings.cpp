@@ -93,7 +93,7 @@ LabelArgs make_labels(const Batch& batch, const Tensor& x, const Tensor& labels,
     check(labels, "labels", ScalarType::Long, args.total);
     args.listed = static_cast<const int64_t*>(labels.const_data_ptr());
     STD_TORCH_CHECK(starts.has_value() == (batch.offsets != nullptr),
-                    "`starts` must be given if and only if `offsets` is.");
+                    "`starts` must be given if and only if `offsets` is given.");
     if (starts) {
       check(*starts, "starts", ScalarType::Long, batch.rows + 1);
       args.starts = static_cast<const int64_t*>(starts->const_data_ptr());
@@ -245,11 +245,11 @@ Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
   return y;
 }
 
-// ---------------------------------------------------------------- the two-sided projection
+// ---------------------------------------------------------------- balanced_lml
 
 // Splits the rows into at most 64 parts of at least 64 rows. The split depends only on the size of the matrix.
 struct Parts {
-  Batch tasks;  // its rows are the tasks, one for each part
+  Batch tasks;  // for `launch`: each of its rows stands for one part
   int64_t rows;
   Tensor sums;
 

@@ -1,7 +1,7 @@
-// A slow but simple solver in double precision for rows for which the fast solver cannot certify its result. Examples
-// are rows with gaps of hundreds, or even 1e38, between logits, and rows with a k within 1e-9 of an integer. This file
-// is compiled only for the baseline instruction set. It instantiates standard library templates, and the linker could
-// merge their copies for different instruction sets.
+// A slow but simple double-precision solver for rows that the fast solver cannot certify. Examples are rows with gaps
+// of hundreds, or even 1e38, between logits, and rows with a k within 1e-9 of an integer. This file instantiates
+// standard library templates. The linker could merge copies of them for different instruction sets, so the file is
+// compiled only for the baseline instruction set.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -44,9 +44,9 @@ template <class T>
 Threshold careful_solve(T* x, int64_t n, double k) {
   const Cut<T> cut(x, n, k);
   const double center = cut_center(cut.above, cut.below, k);
-  // Consider the entries in descending order. At the root, y sums to at least k - floor(k) over the entries from
-  // `below` on, and to at most floor(k) + 1 over the entries up to and including `below`. The margin covers log n and
-  // any fraction that a double can represent.
+  // Bracket the root. If nu is far below -above, fewer than floor(k) entries have a y near 1, and the sum is less than
+  // k. If nu is far above -below, at least floor(k) + 1 entries have a y near 1, and the sum is greater than k. The
+  // margin covers log n and any fractional part of k that a double can represent.
   const double margin = 800;
   const double above = std::isfinite(cut.above) ? cut.above : cut.below;
   const double farthest = std::numeric_limits<double>::max() / 4;

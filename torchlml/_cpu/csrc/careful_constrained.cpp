@@ -1,5 +1,5 @@
-// A slow but simple solver in double precision for constrained projections for which the fast solver cannot certify its
-// result. It sorts the events, which are the values of nu at which an entry reaches a bound, finds the two events
+// A slow but simple double-precision solver for rows of a constrained projection that the fast solver cannot certify.
+// It sorts the events, which are the values of nu at which an entry reaches a bound. It then finds the two events
 // around the root by binary search, and applies a closed-form solution between them. The number of steps is bounded.
 #include <algorithm>
 #include <cmath>

@@ -15,8 +15,9 @@ LML_INLINE int64_t count_above(const T* x, int64_t n, T pivot) {
   return -total_lanes(above);
 }
 
-// Returns the k-th largest of n entries without NaN, where 1 <= k <= n. Counting is many times cheaper than moving
-// entries, so pivots bracket the result first, and a selection among the few entries between them finishes the search.
+// Returns the k-th largest of n entries, where 1 <= k <= n and no entry is NaN. Counting is many times cheaper than
+// moving entries, so pivots bracket the result first, and a selection among the few entries between them finishes the
+// search.
 template <class T>
 T select_largest(const T* x, int64_t n, int64_t k, Target& target, T* room) {
   constexpr int64_t few = 96;
@@ -123,8 +124,8 @@ void topk_mask_rows(const TopkMaskArgs& args, const Rows& rows) {
   }
 }
 
-// Calls f(a, i) for consecutive vectors of a row, converted to double and padded with zeros, where i is the index of
-// the first entry.
+// Calls f(a, i) for each vector a of a row, converted to double and padded with zeros, where i is the index of its
+// first entry.
 template <class S, class F>
 LML_INLINE void each_double(const S* p, int64_t n, const F& f) {
   using T = typename Work<S>::type;
@@ -141,8 +142,8 @@ LML_INLINE void each_double(const S* p, int64_t n, const F& f) {
   });
 }
 
-// The probabilities of a row as integer multiples of 2^-bits that sum to k exactly, so that their cumulative sums are
-// exact.
+// Converts the probabilities of a row to integer multiples of 2^-bits that sum to exactly k, so that their cumulative
+// sums are exact.
 struct Units {
   int bits = 44;
   explicit Units(int64_t n) {
@@ -171,7 +172,7 @@ struct Units {
       std::memcpy(length + i, &whole, sizeof whole);
       lengths += whole;
     });
-    // Distribute the few units that may remain.
+    // Because of rounding, the sum may be a few units above or below k. Adjust entries until it is exact.
     int64_t left = (static_cast<int64_t>(k) << bits) - total_lanes(lengths);
     for (int64_t i = 0; i < n && left != 0; ++i) {
       if (length[i] == 0) continue;

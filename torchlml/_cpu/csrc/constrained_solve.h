@@ -32,8 +32,8 @@ struct EachBound {
   }
 };
 
-// The sums at one nu: the number of entries above their bounds, the number of free entries, the sum of the bounds that
-// are exceeded, and the sum of the free entries.
+// The sums at one nu: the number of entries above their bounds, the number of free entries (between 0 and their
+// bounds), the sum of the bounds that are exceeded, and the sum of the free entries.
 struct Level {
   int64_t over, free;
   double taken, sum;
@@ -49,7 +49,7 @@ struct LevelSums {
     over += is_over;
     free += is_free;
     sum.block += keep<T>(is_free, a);
-    // The free entries sum to k minus `taken`, which must therefore be accurate to the last digit.
+    // The free entries must sum to k minus `taken`, so `taken` must be accurate to the last digit.
     if constexpr (!Bounds::one) taken += widen(keep<T>(is_over, bound));
   }
   LML_INLINE Level level(const Bounds& bounds) {

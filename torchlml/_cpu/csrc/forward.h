@@ -1,5 +1,5 @@
-// The forward pass. Short rows are solved in vector lanes, and longer rows one by one. `ForwardRow::general` handles
-// the remaining rows, such as rows with infinities.
+// The forward pass. Short rows are solved one per vector lane, and longer rows one by one. `ForwardRow::general`
+// handles the remaining rows, such as rows with infinities.
 #pragma once
 
 #include "lanes.h"
@@ -34,7 +34,8 @@ struct ForwardRow : Row<S> {
     write_from_nu();
   }
 
-  // Sets y to `value` for the available entries for which `chosen(x)` is true, and to 0 for all other entries.
+  // Sets y to `value` for the available entries for which `chosen(x)` is true, and to 0 for all other entries. Writes
+  // log y if that is the output.
   template <class F>
   void fill(T value, const F& chosen) const {
     if (output == Output::none) return;
@@ -164,7 +165,7 @@ struct ForwardRow : Row<S> {
   }
 };
 
-// Interleaves the solves of several ordinary rows. Between two passes over a row there is a chain of dependent
+// Interleaves the solves of several rows without masks. Between two passes over a row there is a chain of dependent
 // divisions, and the processor can overlap the chains of several short rows.
 template <class S>
 class SideBySide {
@@ -330,7 +331,7 @@ class LaneBlock {
   int64_t rows_[most_blocks * block_rows], begin_[most_blocks * block_rows];
   LaneSolver::Input<S> in_[most_blocks];
   LaneSolver solver_[most_blocks];
-  S nowhere_[short_row];  // the output of lanes whose results are discarded
+  S nowhere_[short_row];  // a dummy output for lanes whose results are discarded
 };
 // Lanes compute in float32, so float64 rows are solved one by one.
 template <>

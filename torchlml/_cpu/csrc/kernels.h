@@ -74,7 +74,7 @@ enum class Gradient { projection, logarithm, dual };
 struct BackwardArgs {
   Batch batch;
   Gradient kind;
-  const void* grad;  // like x; for Gradient::dual, one value per row in the work dtype
+  const void* grad;  // shape and dtype of x; for Gradient::dual, one value per row in the work dtype
   const void* y;     // output of the forward pass; null for Gradient::dual
   const void* nu;
   void* dx;
@@ -110,7 +110,7 @@ struct ConstrainedBackwardArgs {
   const double* nu;
   void* dx;
   double* dk;
-  double* d_upper;  // null, or like x, or one value per row if all entries share a bound
+  double* d_upper;  // null, or the shape of x, or one value per row if all entries share a bound
 };
 
 // A mask with ones at the k largest entries and zeros elsewhere.
@@ -126,7 +126,7 @@ struct SystematicSampleArgs {
   Batch batch;
   const double* k;
   int64_t k_stride;
-  const uint8_t* keys;  // like x
+  const uint8_t* keys;  // one value per entry of x
   const double* start;  // offset of the sampling grid, one value in [0, 1) per row
   void* y;
 };
@@ -144,7 +144,7 @@ struct LabelArgs {
 struct LossForwardArgs {
   ForwardArgs solve;
   LabelArgs labels;
-  void* loss;  // (2, rows): the losses, then 1 for rows that have a label
+  void* loss;  // (2, rows): the losses, then 1 for each row with a label and 0 for the others
 };
 
 struct LossBackwardArgs {
@@ -159,8 +159,7 @@ struct LossBackwardArgs {
   double* dk;
 };
 
-// The rows of the two-sided projection for given column multipliers mu. Each task processes one part, which has
-// `part_rows` rows.
+// The rows of balanced_lml for given column multipliers mu. Each task processes one part of `part_rows` rows.
 struct BalancedForwardArgs {
   Batch batch;  // dense, no mask
   const double* k;
@@ -214,11 +213,11 @@ extern const Kernels kernels_baseline;
 #ifdef TORCHLML_X86_LEVELS
 extern const Kernels kernels_v3;
 extern const Kernels kernels_v4;
-int processor_level();  // 4, 3, or 1 for the baseline
+int processor_level();  // the x86-64 level that the processor supports: 4, 3, or 1 for the baseline
 #endif
 
-// careful.cpp and careful_constrained.cpp contain slow but simple solvers in double precision, for rows for which the
-// fast solvers cannot certify their result. A threshold is nu = -center + delta.
+// careful.cpp and careful_constrained.cpp contain slow but simple double-precision solvers for rows that the fast
+// solvers cannot certify. A threshold is nu = -center + delta.
 struct Threshold {
   double center, delta;
 };

@@ -140,7 +140,7 @@ class LaneSolver {
   // Writes y for all lanes. y[i] must have space for the entries of row i.
   template <class S>
   void write(S* const (&y)[block_rows], const int64_t (&size)[block_rows]) const {
-    if (!any<float>(flip_)) return write_projection<false, false>(y, size);  // gaps have e = 0 and y = 0
+    if (!any<float>(flip_)) return write_projection<false, false>(y, size);  // entries in gaps have e = 0, so y = 0
     gaps_ ? write_projection<true, true>(y, size) : write_projection<false, true>(y, size);
   }
 
@@ -201,7 +201,7 @@ class LaneSolver {
   LML_INLINE void guess() {
     if (!gaps_) {
       active_ = find_moments<false>();
-      gaps_ = any<float>(~active_);  // rows may be inactive only because of -inf, which is treated as masked
+      gaps_ = any<float>(~active_);  // entries of -inf, which count as masked, also make a row inactive
     }
     if (gaps_) active_ = find_moments<true>();
     set_target(row_k_, row_k_low_);
@@ -232,7 +232,7 @@ class LaneSolver {
     };
     int64_t j = 0;
     for (; j + 4 <= size_; j += 4) add(j, 0), add(j + 1, 1), add(j + 2, 2), add(j + 3, 3);
-    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // the same result as with zero-padded columns
+    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // same result as with columns of zeros
     count_ = gaps ? __builtin_convertvector(count, vfloat) : splat(static_cast<float>(size_));
     const vfloat inverse = 1.0f / count_, mean = ((sum[0] + sum[1]) + (sum[2] + sum[3])) * inverse;
     const vfloat square = ((squares[0] + squares[1]) + (squares[2] + squares[3])) * inverse;
@@ -297,9 +297,9 @@ class LaneSolver {
     }
   }
 
-  // Stores exp(+-(x - center)), scaled (see vmath.h), and sums the powers of r = 1 - y. This loses digits of a tiny y,
-  // but the first step needs only a few digits. If `any_row` is false, all z must be within the range of the
-  // exponential and no target may be flipped. Both values of `any_row` give bitwise identical results.
+  // Stores exp(+-(x - center)), scaled (see vmath.h), and sums the powers of r = 1 - y. Summing r instead of y loses
+  // digits of a tiny y, but the first step needs only a few digits. If `any_row` is false, all z must be within the
+  // range of the exponential and no target may be flipped. Both values of `any_row` give bitwise identical results.
   template <bool gaps, bool any_row>
   LML_INLINE void exponentials() {
     vfloat sum{}, squares{}, cubes[2] = {};

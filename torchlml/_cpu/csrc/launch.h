@@ -29,8 +29,8 @@ const Kernels& kernels() {
   return chosen;
 }
 
-// Calls f for ranges of rows, in parallel. Each range has about 8192 entries, so that small batches do not start more
-// threads than they need.
+// Calls f for ranges of rows, in parallel. Each range has at least about 8192 entries, so that small batches do not
+// start more threads than they need.
 template <class F>
 void each_rows(const Batch& b, const F& f) {
   if (b.rows == 0) return;

@@ -82,8 +82,8 @@ LML_INLINE void store(float16* p, vfloat a) {
 #endif
 }
 
-// Copies `count` entries (fewer than 2 * piece) in pieces of fixed size, because a call to memcpy would cost
-// more than processing a short row.
+// Copies `count` entries (fewer than 2 * piece) in pieces of fixed size, which the compiler inlines. A call to memcpy
+// would cost more than processing a short row.
 template <int64_t piece, class S>
 LML_INLINE void copy_part(S* to, const S* from, int64_t count) {
   if (count & piece) std::memcpy(to, from, piece * sizeof(S)), to += piece, from += piece;

@@ -17,7 +17,7 @@ template <>
 struct Limits<float> {
   static constexpr float top = 60;           // largest z; larger values are clamped, so that exp(z) is finite
   static constexpr double reach = 16;        // largest |delta| before the row must be centered again
-  static constexpr double slope = 1e-12;     // smallest sum of w, per entry, that clamping z cannot affect
+  static constexpr double slope = 1e-12;     // smallest sum(w) / n at which clamping z has no effect
   static constexpr double last_step = 5e-3;  // longest last step, whose cubic error is below 1e-7
   static constexpr double gap = 0.02;        // if sum(w) / sum(y) is smaller, sum(y) is treated as a staircase in nu
 };
@@ -30,7 +30,7 @@ struct Limits<double> {
   static constexpr double gap = 0.02;
 };
 
-// k and the constants that the initial guess derives from it, computed once for all rows with the same k and n.
+// k and the constants for the initial guess, which are computed once for all rows with the same k and n.
 struct Target {
   double k = 0;
   int64_t n = 0;

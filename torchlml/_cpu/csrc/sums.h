@@ -12,7 +12,7 @@ template <class T, int parts, int vectors>
 struct Parts {
   static constexpr int size = parts, flush = vectors;
   Vec<T> part[size] = {};
-  Mask<T> above{};  // minus the number of z > 0, for the kinds that count them
+  Mask<T> above{};  // minus the number of entries with z > 0, if the derived class counts them
 };
 
 // The sums of y and its derivatives w = y * (1 - y) and w * (1 - 2 * y). They are accurate enough for the first step.
@@ -42,8 +42,8 @@ struct SignedSums : Parts<T, 3, 16> {
   }
 };
 
-// Used for rows in which sum(y) is nearly a staircase function of nu. This class also computes sum(t) and sum(s * w),
-// which separate the two sides of a gap.
+// Used for rows in which sum(y) is nearly a staircase function of nu. With s and t as in SignedSums, this class also
+// computes sum(t) and sum(s * w), which separate the two sides of a gap.
 template <class T>
 struct TwoSidedSums : Parts<T, 5, 16> {
   using Parts<T, 5, 16>::part, Parts<T, 5, 16>::above;
@@ -59,8 +59,8 @@ struct TwoSidedSums : Parts<T, 5, 16> {
   }
 };
 
-// A sum in double. It is compensated if T is double, because otherwise, when a million equal entries are added, every
-// addition may round in the same direction.
+// A sum in double. If T is double, the sum is compensated, because every addition may round in the same direction, for
+// example if a million equal entries are added.
 template <class T>
 struct LongSum {
   vdouble sum{}, carry{};

@@ -53,7 +53,7 @@ LML_INLINE vfloat vexp(vfloat a) {
 #else
   const vfloat r = (a - n * 0.693359375f) + n * 2.12194440e-4f;
 #endif
-  // Use Estrin's scheme, because the speed depends on how many of these dependency chains fit into the reorder buffer.
+  // Use Estrin's scheme, which shortens the dependency chains, so that more of them fit into the reorder buffer.
   const vfloat r2 = r * r;
   const vfloat p01 = scale * 1.0000000107715701f * r + scale * 1.0000000754548972f;
   const vfloat p23 = scale * 0.16666505260408123f * r + scale * 0.49998869378303398f;
