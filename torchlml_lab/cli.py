@@ -1,4 +1,4 @@
-"""The `torchlml` command, which runs a subcommand and reports a failure as one sentence and an exit code.
+"""The `torchlml` command, which runs a subcommand and reports a failure with a message and an exit code.
 
 The exit code is 0 on success, 1 if the command fails, 2 for invalid input, and 130 if the user interrupts it.
 Neither this module nor `commands` imports torch, so `torchlml --help` responds immediately.
@@ -25,7 +25,7 @@ from torchlml_lab.engine.settings import TrainSettings, folded, parse_settings, 
 from torchlml_lab.figures.settings import AllSettings
 from torchlml_lab.files import check_folder, read_json
 
-# ASCII replacements for characters that the output encoding lacks. Other missing characters become "?".
+# ASCII replacements for characters that the output encoding cannot represent. All others become "?".
 _PLAIN = {"±": "+-", "µ": "u", "×": "x", "…": "..."}
 
 
@@ -178,7 +178,7 @@ def _choose(command: str, table: Mapping[str, Command], arguments: Sequence[str]
 
 
 def _ask_task(name: str, arguments: Sequence[str]) -> None:
-    """Run a command on an existing run. The run directory is the first argument and records the task."""
+    """Run a command on an existing run. The first argument is the run directory, which records the task."""
     by_task: dict[str, Command | None] = {
         task: getattr(entry, name.replace("-", "_")) for task, entry in commands.TASKS.items()
     }
@@ -242,8 +242,8 @@ def _version() -> str:
 def _help() -> str:
     listed = "\n".join(f"  {name:<15}{summary}" for name, summary in commands.SUMMARIES.items())
     about = (
-        "Tools for the Limited Multi-Label (LML) projection, which is like softmax except that the outputs "
-        "sum to k and each is between 0 and 1."
+        "Tools for the Limited Multi-Label (LML) projection, a counterpart of softmax whose outputs sum to k "
+        "instead of 1. Each output is between 0 and 1."
     )
     return f"""usage: torchlml COMMAND [OPTIONS]
 

@@ -1,4 +1,4 @@
-"""Command-line errors: the exception for invalid input, and one-sentence messages for all failures."""
+"""Command-line errors: the exception for invalid input, and one-line messages for all failures."""
 
 import errno
 import re
@@ -12,11 +12,11 @@ _SIZES = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 class BadInput(Exception):
-    """Invalid input from the user. The message describes the problem in one sentence."""
+    """Invalid input from the user. The command line prints the message and exits with code 2."""
 
 
 def sentence(error: BaseException) -> str:
-    """Describe an error in one sentence.
+    """Format an error as a one-line message.
 
         >>> sentence(OSError(28, "No space left on device", "rows.csv"))
         '`rows.csv` cannot be read or written: there is no space left on the disk.'
@@ -25,7 +25,7 @@ def sentence(error: BaseException) -> str:
         error: Any exception. Operating-system errors and failed memory allocations are reworded.
 
     Returns:
-        A sentence without a line break.
+        The message without line breaks, ending with a punctuation mark.
     """
     said = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
@@ -55,7 +55,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> None:
-    """If `--help` was given, print the usage of a command that parses its own arguments, and exit.
+    """Print the usage of a command and exit if `--help` is its only argument.
+
+    This is for commands that parse their arguments without tyro.
 
     Args:
         arguments: The arguments after the command's name.

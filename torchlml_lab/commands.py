@@ -44,7 +44,7 @@ TASKS = {
         sweep=Command(
             "studies.cifar100.settings:read_sweep",
             "studies.cifar100.sweep:main",
-            "compare losses, noise levels and seeds, with tuning",
+            "compare losses at several noise levels and learning rates",
         ),
         evaluate=Command(
             "studies.cifar100.settings:EvaluateSettings", "studies.cifar100.task:evaluate", required=_RUN
@@ -63,7 +63,7 @@ TASKS = {
         sweep=Command(
             "multilabel.settings:SweepSettings",
             "multilabel.sweep:main",
-            "compare losses, label fractions and seeds, with tuning",
+            "compare losses at several label fractions and learning rates",
         ),
         evaluate=Command("multilabel.settings:EvaluateSettings", "multilabel.report:main", required=_RUN),
         predict=Command(
@@ -80,7 +80,7 @@ TASKS = {
         sweep=Command(
             "studies.scene_graph.settings:SweepSettings",
             "studies.scene_graph.sweep:main",
-            "compare methods and seeds, with tuning",
+            "compare methods with several learning rates",
         ),
         evaluate=Command(
             "studies.scene_graph.settings:EvaluateSettings",
@@ -106,7 +106,7 @@ TASKS = {
         sweep=Command(
             "recommend.settings:SweepSettings",
             "recommend.sweep:main",
-            "compare models, losses and seeds, with tuning",
+            "compare models and losses with several learning rates",
         ),
         evaluate=Command("recommend.settings:EvaluateSettings", "recommend.training:evaluate", required=_RUN),
         predict=Command("recommend.settings:PredictSettings", "recommend.prediction:main", required=_RUN),
@@ -125,7 +125,7 @@ BENCHMARKS = {
     "short": Command(
         "bench.settings:ShortRowsSettings",
         "bench.targets:short_rows",
-        "speed of lml on many short rows, compared with targets",
+        "speed of lml on many short rows, relative to softmax",
     ),
     "constrained": Command(
         "bench.settings:read_constrained",
@@ -140,7 +140,7 @@ BENCHMARKS = {
     "balanced": Command(
         "bench.settings:BalancedSettings",
         "bench.targets:balanced",
-        "speed of balanced_lml, compared with targets",
+        "speed of balanced_lml, relative to lml",
     ),
     "losses": Command(
         "bench.settings:LossesSettings",
@@ -166,6 +166,12 @@ BENCHMARKS = {
         "bench.settings:OwnDataSettings",
         "bench.own_data:main",
         "the default tagging model compared with other packages",
+    ),
+    "one-vs-rest": Command(
+        "multilabel.settings:OneVsRestSettings",
+        "multilabel.one_vs_rest:main",
+        "the logistic-regression baseline of the multi-label study",
+        required=("train", "test"),
     ),
     "paper": Command(
         "bench.settings:read_paper", "bench.paper:main", "the paper's timing study, with its figure"
@@ -226,12 +232,12 @@ FIGURES = {
     "own-data": Command(
         "figures.settings:OwnDataFigureSettings",
         "bench.own_data:redraw",
-        "tagging with torchlml and other packages, from the benchmark",
+        "results of `torchlml bench own-data` by number of samples",
     ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",
         "bench.paper:timing_figure",
-        "the paper's timing study, from its CSV",
+        "the paper's timing study, from `torchlml bench paper`",
     ),
     "cifar100": Command(
         "figures.settings:NoiseFigureSettings",
@@ -279,7 +285,7 @@ SINGLE = {
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
-"""The commands that are not followed by the name of a task, benchmark or figure."""
+"""The commands whose first argument is neither a task, benchmark or figure nor a run directory."""
 
 SUMMARIES = {
     "demo": "compare five losses on digits with missing labels (one minute)",
@@ -288,7 +294,7 @@ SUMMARIES = {
     "missing-labels": "compare losses with one observed label per sample (two hours)",
     "info": "show versions, kernels, threads, devices and extras",
     "gpu-check": "verify and time the Triton kernels on your GPU",
-    "bench": "benchmark the layer, related operators and losses",
+    "bench": "benchmark lml, related operators and losses",
     "train": "train a model on your own files or on a study's data",
     "sweep": "execute a grid of training runs in parallel and write a CSV",
     "evaluate": "evaluate the best checkpoint of a run",
@@ -305,3 +311,4 @@ CANNOT = {
     "export": "which cannot be exported",
     "step-time": "whose steps cannot be timed",
 }
+"""By command: a clause for the error message if the task of a run does not support the command."""

@@ -121,7 +121,7 @@ def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
     Args:
         path: The file. Gzip is recognized by its first bytes, not by the file name.
         option: The command-line option that gave the path, for error messages.
-        size: The approximate size of a block in bytes. A line that is longer than this forms its own block.
+        size: The approximate size of a block in bytes. A block that contains a longer line is larger.
 
     Yields:
         The text as UTF-8, with `\\n` line endings and without a byte order mark. A file that is empty or
@@ -179,12 +179,12 @@ def _check_text(block: bytes, path: Path, first: int) -> None:
 
 
 def file_kind(path: Path) -> str:
-    """Return the last suffix of a file name in lower case, not counting `.gz`, or an empty string."""
+    """Return the last suffix of a file name other than `.gz`, in lower case, or "" if there is none."""
     return next((end.lower() for end in path.suffixes[::-1] if end.lower() != ".gz"), "")
 
 
 def counted(count: int, singular: str, plural: str) -> str:
-    """Return a count with the matching words, such as "1 sample has" or "2 samples have"."""
+    """Return a count followed by singular or plural words, such as "1 sample has" or "2 samples have"."""
     return f"{count} {singular if count == 1 else plural}"
 
 

@@ -1,4 +1,4 @@
-"""`torchlml info`: show versions, kernels and devices. Requires only torch."""
+"""`torchlml info`: show versions, kernels and devices. This requires no extras, only torch."""
 
 import os
 import platform

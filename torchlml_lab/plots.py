@@ -17,8 +17,9 @@ from torchlml_lab.files import check_picture, replacing
 # The page width in inches. The font size is 8 points at this width.
 PAGE = 7.0
 
-# The Okabe-Ito palette, which is distinguishable with any type of color vision. Backgrounds are transparent,
-# so the colors have a contrast ratio of about 3 or more against both white and the site's dark background.
+# Colors based on the Okabe-Ito palette, which is distinguishable with any type of color vision. They were
+# adjusted to a contrast ratio of about 3 or more against both white and the site's dark background, because
+# the figures are transparent.
 ORANGE, SKY, GREEN, BLUE = "#C98500", "#3E9FD6", "#009E73", "#2B7BBD"
 VERMILION, PURPLE = "#D55E00", "#C2709D"
 DARK_ORANGE = "#946200"  # for orange text

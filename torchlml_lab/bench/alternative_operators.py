@@ -103,9 +103,9 @@ class _LaplaceSum(torch.autograd.Function):
         b = torch.nn.functional.pad(suffix[..., 1:], (0, 1), value=-torch.inf) - z
         place = torch.arange(1, n + 1, dtype=x.dtype, device=x.device)
         above = (place + (b.exp() - a.exp()) / 2 <= k).sum(-1, keepdim=True)
-        # Between two entries, t = exp(b - z_j) is the positive root of A * t^2 + 2 * (k - j) * t - B. Above
-        # all entries, A is 0 and B is relative to the largest entry. Logarithms avoid overflow and
-        # cancellation.
+        # For b between two entries, t = exp(b - z_j) is the positive root of A * t^2 + 2 * (k - j) * t - B.
+        # For b above all entries, A is 0 and B is relative to the largest entry. Logarithms avoid overflow
+        # and cancellation.
         index, none = (above - 1).clamp(min=0), above == 0
         a = a.gather(-1, index).masked_fill(none, -torch.inf)
         b = torch.where(none, suffix[..., :1] - z[..., :1], b.gather(-1, index))

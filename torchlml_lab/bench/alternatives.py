@@ -78,7 +78,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
     The fastest method on the longest rows comes first. Methods that support only short rows come last.
 
     Args:
-        rows: As for `markdown`.
+        rows: The rows of one run or of a CSV. If a measurement was repeated, its last row is used.
         plot: The picture to write.
         csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """
@@ -167,7 +167,10 @@ def _measures(values: Values, n: int) -> Iterator[list[str]]:
 
 
 def _exact(row: Measurement) -> str:
-    """Format a count or a large error in full, and a small error with one significant digit."""
+    """Format a count or a large error in full, and a small error with one significant digit.
+
+    An infinite gradient error means that the reference gradient is zero everywhere. It is shown as "zero".
+    """
     if math.isinf(row.p50):
         return "zero"
     if row.p50 == 0 or row.p50 >= 100 or row.metric == EXACTNESS[1]:

@@ -91,7 +91,7 @@ class Provider:
 
 
 class _PurePyTorch(torch.autograd.Function):
-    """An autograd function for lml in pure PyTorch, even if the compiled kernel is loaded."""
+    """An autograd function that computes lml in pure PyTorch, even if the compiled kernel is loaded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> Tensor:
@@ -128,7 +128,7 @@ LAYER = (
     Provider("lml-torch", lambda x, k: _PurePyTorch.apply(x, k)),
     Provider("lml-bracketing", lambda x, k: torch.sigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))),
     Provider("sigmoid", lambda x, k: torch.sigmoid(x)),
-    # No forward pass can move fewer bytes than a copy, so the time of a copy shows the memory bandwidth.
+    # No forward pass can move fewer bytes than a copy, so a copy shows the limit set by memory bandwidth.
     Provider("copy", lambda x, k: x.clone()),
     Provider("topk", lambda x, k: torch.topk(x, k, dim=-1).values),
     Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),

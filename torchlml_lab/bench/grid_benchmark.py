@@ -52,7 +52,7 @@ def run(
     plot: Path,
     console: Console,
 ) -> None:
-    """Measure every case, and append its rows to the CSV immediately.
+    """Measure every case, append its rows to the CSV immediately, print the tables, and draw the plot.
 
     Args:
         settings: The settings. Invalid values raise `BadInput` before anything is measured.
@@ -271,7 +271,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
     with plots.new_figure(plot, plots.PAGE, 3.1, csv) as figure:
         panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
         ends = [
-            # The backward pass of a copy is empty.
+            # The backward pass of a copy does nothing.
             _draw_panel(
                 panel, [r for r in here if r.mode == mode and (mode == "forward" or r.provider != "copy")]
             )

@@ -107,7 +107,7 @@ def _with(solver: Solver, c: float | None) -> Callable[[Problem], Prediction]:
 
 
 class Rule(NamedTuple):
-    """A decision rule that predicts labels with scores above a threshold, and always the `least` best."""
+    """A decision rule that predicts labels above a score threshold, and always the `least` best labels."""
 
     threshold: float
     least: int
@@ -187,7 +187,7 @@ def _features(training: LabeledRows, tuned: bool) -> Callable[[LabeledRows], Mat
 
 
 def _one_vs_rest(model: Callable[[float], Any]) -> Solver:
-    """Fit a scikit-learn classifier for each label. Labels that all or no samples have do not need one."""
+    """Build a solver with one scikit-learn classifier for each label that some but not all samples have."""
 
     def fit(x: Matrix, labels: Matrix, c: float) -> Any:
         y = labels.toarray()
@@ -218,7 +218,7 @@ def _logistic(c: float) -> Any:
 
 
 def _libmultilabel(options: str) -> Solver:
-    """Use LibMultiLabel's one-vs-rest with these LIBLINEAR options."""
+    """Build a solver that uses LibMultiLabel's one-vs-rest method with these LIBLINEAR options."""
 
     def fit(x: Matrix, labels: Matrix, c: float) -> Any:
         from libmultilabel.linear import train_1vsrest

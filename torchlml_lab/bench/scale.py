@@ -130,7 +130,7 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Count `lml`'s communication rounds between two processes for each logit scale. Softmax needs two."""
+    """Count `lml`'s communication rounds between two processes, relative to the two rounds of softmax."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "torchlml_lab.bench.scale", "rounds"]
         command = [*worker, folder, str(settings.labels)]
@@ -155,7 +155,10 @@ def _number(
 
 
 def take_step(arguments: Sequence[str]) -> None:
-    """Run one training step. The arguments are the numbers of rows, labels, features and threads."""
+    """Run one training step, and print its peak memory.
+
+    The arguments are the numbers of rows, labels, features and threads.
+    """
     import resource  # not available on Windows
 
     rows, labels, features, threads = map(int, arguments)
@@ -166,7 +169,10 @@ def take_step(arguments: Sequence[str]) -> None:
 
 
 def count_rounds(arguments: Sequence[str]) -> None:
-    """Count communication rounds. The arguments are a rendezvous directory, label count, rank and scales."""
+    """Count and print the communication rounds for each logit scale.
+
+    The arguments are a rendezvous directory, the number of labels, the rank and the scales.
+    """
     # Imported here, because imports at module level would count toward the memory that `take_step` reports.
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -198,7 +204,7 @@ class TrainingRecord:
     """The number of threads per process."""
     file_mb: float
     prepare_seconds: float
-    """Seconds to read the file, prepare the inputs, and fit the linear part if there is one."""
+    """Seconds to read the file, prepare the inputs, and fit the model's linear part if it has one."""
     samples_per_second: float
     epoch_seconds: float
     """The time for one pass over the training samples at this speed, without validation."""
@@ -380,7 +386,7 @@ def train_some(arguments: Sequence[str]) -> None:
     for step, rows in enumerate(order):
         batch = samples.__getitems__(rows[rank::processes])
         train_step(model.train(), optimizer, task.loss, batch, accelerator)
-        if step == 0:  # allocates the optimizer state
+        if step == 0:  # not timed, because it allocates the optimizer state
             start = time.perf_counter()
             continue
         steps += 1

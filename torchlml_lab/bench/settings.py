@@ -89,7 +89,7 @@ class GridBenchmarkSettings(TimingSettings):
     compare: Path | None = None
     """CSV file from an earlier run. Its ratios are shown next to the new ones."""
     quick: bool = False
-    """Use defaults with which the benchmark takes well under a minute. Other options still apply."""
+    """Use smaller defaults, which take well under a minute in total. Explicit options override them."""
 
 
 # The defaults with `--quick`.
@@ -151,7 +151,9 @@ class SubsetSettings(TimingSettings):
     """Compare the exact distribution over k-subsets with other methods in time, memory and accuracy."""
 
     repetitions: int = 15
+    """Maximum number of timed calls per method. Ratios to softmax use four times as many."""
     seconds: float = 5.0
+    """CPU seconds per method after which no further call is timed. Each method is timed at least once."""
     sizes: tuple[int, ...] = (100, 1000, 10_000, 100_000, 1_000_000)
     """Row lengths n in the comparison."""
     ks: tuple[int, ...] = (10, 1000)
@@ -197,7 +199,7 @@ class PaperSettings:
     resume: bool = False
     """Skip row lengths that the CSV already contains for this machine, torch version and torchlml version."""
     quick: bool = False
-    """Use 5 trials on rows of length 1000, which takes about a minute. Other options still apply."""
+    """Use 5 trials and rows of length 1000, which takes about a minute. Explicit options override these."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class ComparisonSettings(TimingSettings):
     plot: Path | None = None
     """PNG or SVG file for the plot of this run. By default, NAME.png for NAME.csv."""
     quick: bool = False
-    """Use defaults with which the benchmark takes well under a minute. Other options still apply."""
+    """Use smaller defaults, which take well under a minute in total. Explicit options override them."""
 
 
 # The defaults with `--quick`.
@@ -313,7 +315,8 @@ class OwnDataSettings:
     """Compare `torchlml train multilabel` with other packages for tagging. Repeat the command to resume.
 
     Every method trains on the same samples of bibtex, corel5k, delicious and GoEmotions and predicts labels
-    for the same test samples. LibMultiLabel and napkinXC are optional: `pip install 'torchlml[competitors]'`.
+    for the same test samples. To install LibMultiLabel and napkinXC, run
+    `pip install 'torchlml[competitors]'`. To run without them, leave them out of --methods.
     """
 
     data: Path | None = None
@@ -335,6 +338,7 @@ class OwnDataSettings:
         "napkinXC",
         "napkinXC, tuned",
     )
-    """Methods to compare. Tuned methods choose C and a decision rule for labels on validation samples."""
+    """Methods to compare. Tuned methods choose the regularization parameter C and a decision rule on
+    validation samples."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Random seeds for selecting the training samples and initializing torchlml's network."""

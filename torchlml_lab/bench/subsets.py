@@ -156,7 +156,7 @@ def run(settings: SubsetSettings, console: Console) -> None:
 
 
 def targets(settings: SubsetSettings) -> Iterator[tuple[Measurement, str, str, bool]]:
-    """Yield each measurement with a target, the measured and target values, and whether the target is met."""
+    """Yield, for each target, the measurement, the measured and target values, and whether it is met."""
     for n, k, seconds in LONG_ROWS:
         case = Case(n, k, 1, 1.0, "float32", 1)
         x = case.logits()[0]

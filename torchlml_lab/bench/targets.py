@@ -216,8 +216,9 @@ def balanced(settings: BalancedSettings) -> None:
     file.announce(f"Timing {len(jobs)} matrices, about {settings.seconds:g} s each", console)
     heads = ("balanced_lml", "tokens", "experts", "k", "skew", "ms", "ratio", "target", "met")
     table = plain_table(f"{settings.dtype}: time per call, and its ratio to the time of lml", heads)
-    # Allocate and free one large block. Until a process has done so, glibc returns every freed megabyte to
-    # the system, and page faults would dominate these times. Training processes allocate large blocks early.
+    # Allocate and free one large block. Until a process has done so, glibc returns every large block to the
+    # system when it is freed, and page faults would dominate these times. Training processes allocate large
+    # blocks early.
     torch.empty(7 * 2**20)
     with ProgressBar(console) as progress, use_threads(settings.threads):
         task = progress.add_task("matrices", total=len(jobs))

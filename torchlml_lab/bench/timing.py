@@ -47,7 +47,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Timing:
-    """The timing of a call: its seconds, its ratio to the baseline in the same round, and the rounds."""
+    """The time of a call, its ratio to the baseline in the same round, and the number of rounds."""
 
     seconds: Quantiles
     ratio: Quantiles

@@ -219,9 +219,9 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Any) -> Any:
-        """Return P(label in top k) for each label, with k = `k_` and shape (R, n). Every row sums to `k_`.
+        """Return the probability that each label is among the top `k_`, with shape (samples, labels).
 
-        With the loss "bce", the labels are independent, and rows do not have a fixed sum.
+        Every row sums to `k_`, except with the loss "bce", which treats the labels as independent.
         """
         logits = self._logits(X)
         return probabilities(logits.double(), self.loss, self.k_).numpy()

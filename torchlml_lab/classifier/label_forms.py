@@ -54,7 +54,7 @@ class LabelForm:
         return np.diff(self.read(labels).indptr)
 
     def write(self, best: Any) -> Any:
-        """Convert label indices (R, k), best first, to the form of the training labels.
+        """Convert label indices (samples, k), best first, to the form of the training labels.
 
         Args:
             best: The label indices.
@@ -127,7 +127,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_lists(labels: Any) -> bool:
-    """Whether each sample has a list, tuple or set of names. A 0/1 matrix of nested lists does not count."""
+    """Whether each sample has a list, tuple or set of names. Equally long lists of 0s and 1s are a matrix."""
     if isinstance(labels, np.ndarray) and labels.dtype != object:
         return False
     if hasattr(labels, "columns"):  # a pandas or polars table

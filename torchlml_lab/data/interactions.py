@@ -65,7 +65,7 @@ class Interactions:
         return self.item[self.starts[user] : self.starts[user + 1]]
 
     def keep(self, chosen: Tensor) -> "Interactions":
-        """Return only the pairs selected by a boolean mask. The numbers of users and items do not change."""
+        """Return only the pairs selected by a boolean mask. Users and items keep their indices."""
         counts = torch.bincount(self.user[chosen], minlength=len(self.users))
         return Interactions(self.users, self.items, _starts(counts), self.item[chosen])
 
@@ -112,7 +112,7 @@ def read_interactions(
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file has columns, according to its name."""
+    """Whether a file has columns, according to its extension."""
     return file_kind(path) in (".csv", ".tsv", ".inter")
 
 
@@ -121,7 +121,7 @@ def align(have: Interactions, known: Interactions) -> tuple[Interactions, int, i
 
     Args:
         have: The pairs to renumber.
-        known: The data that defines the numbers of users and items.
+        known: The data that defines the indices of users and items.
 
     Returns:
         The pairs of known users and items, the number of unknown users, and the number of unknown items.

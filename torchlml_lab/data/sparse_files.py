@@ -13,8 +13,8 @@ from torchlml_lab.cli_errors import BadInput, reason
 from torchlml_lab.data.labeled_rows import LabeledRows, LabelLists, Matrix, stacked
 from torchlml_lab.files import read_blocks, shown
 
-_LARGEST = 2**31 - 1
-_MOST = float(np.finfo(np.float32).max)
+_LARGEST = 2**31 - 1  # the largest feature index
+_MOST = float(np.finfo(np.float32).max)  # the largest magnitude of a feature value
 
 
 def read_svmlight(path: Path, option: str) -> LabeledRows:

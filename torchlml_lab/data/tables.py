@@ -31,7 +31,7 @@ from torchlml_lab.data.labeled_rows import (
 )
 from torchlml_lab.files import file_kind, read_blocks, shown
 
-_MOST = float(np.finfo(np.float32).max)
+_MOST = float(np.finfo(np.float32).max)  # the largest magnitude of a number in a cell
 _ROWS = 2**16  # the number of rows that are converted at once
 _DETECTED = 100_000  # the number of rows that are inspected to detect label columns
 Table = Mapping[str, Sequence[Any]]
@@ -66,7 +66,7 @@ def read_table(
     Args:
         path: `*.csv`, `*.tsv`, `*.jsonl` or `*.ndjson`, optionally gzipped (`.gz`), or `*.parquet`.
         option: The command-line option that gave the path, for error messages.
-        columns: The known roles of its columns.
+        columns: The roles of its columns. Roles that are not given are detected.
         labeled: Whether to read labels. If so, the table must contain them.
 
     Returns:

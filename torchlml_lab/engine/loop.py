@@ -40,10 +40,12 @@ class Task:
     scheduler: LRScheduler
     """Stepped once after every epoch."""
     training: Dataset[Any]
-    """`__getitems__(indices)` returns a whole batch. Random choices use torch's global generator."""
+    """The training samples. `__getitems__(indices)` returns a whole batch. Random choices, such as data
+    augmentation, use torch's global generator."""
     held_out: Mapping[str, Dataset[Any]]
-    """`validation` is evaluated after every epoch. `test`, if present, is evaluated once with the best model.
-    `train`, if present, is a subset of the training data that is also evaluated after every epoch."""
+    """The data for evaluation, by split. `validation` is evaluated after every epoch. `test`, if present, is
+    evaluated once with the best model. `train`, if present, is a subset of the training data that is also
+    evaluated after every epoch."""
     loss: Loss
     measure: Callable[[nn.Module, Iterable[Any], Accelerator], dict[str, float]]
     """Returns the metrics of a model on batches, aggregated over all processes, as fractions from 0 to 1."""
@@ -54,7 +56,8 @@ class Task:
     most_gradient: float | None = None
     """The maximum gradient norm for clipping. None disables clipping."""
     evaluated: int = 8
-    """The number of training batches per evaluation batch. Evaluation needs less memory per sample."""
+    """The evaluation batch size as a multiple of the training batch size. Evaluation needs less memory per
+    sample, so its batches can be larger."""
     threads: int | None = None
     """The number of CPU threads that suits the task's operators. None means all available threads."""
     patience: int | None = None
@@ -73,7 +76,8 @@ class Task:
     """Called after `combine` to fit parts of the model on all samples, before the test metrics are measured.
     The second argument is the run directory in the first process, and None in all other processes."""
     fitted: float | None = None
-    """The seconds that fitting took. If this is set, the model is only evaluated and saved, not trained."""
+    """The duration of a closed-form fit in seconds. If this is set, the fit replaces training, and the model
+    is only evaluated and saved."""
     instead: str = ""
     """A sentence that recommends a faster alternative if training would take more than an hour."""
 
@@ -225,7 +229,7 @@ FEW, REPEATED = 8, 3  # samples and repetitions that suffice for an estimate
 # If a batch takes longer than this many seconds, only some of its samples are timed. The estimate is then
 # less accurate, because matrix products with few rows are less efficient.
 LONGEST_PASS = 10.0
-MOST_PROBED = 2**22  # the maximum number of entries used to time an update, more than the CPU caches hold
+MOST_PROBED = 2**22  # the maximum number of entries for timing an update, too many for the CPU caches
 
 
 class Needs(NamedTuple):
@@ -263,7 +267,7 @@ def needs(task: Task, batch_size: int) -> Needs:
     length, held_out_length = len(training), len(held_out)  # type: ignore[arg-type]
 
     def passes(count: int) -> float:
-        rows = torch.randint(length, (count,)).tolist()  # consecutive rows would be in the cache
+        rows = torch.randint(length, (count,)).tolist()  # consecutive samples could already be cached
         start = time.perf_counter()
         model.zero_grad()
         task.loss(model, training.__getitems__(rows)).backward()  # type: ignore[attr-defined]

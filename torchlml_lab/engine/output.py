@@ -41,7 +41,7 @@ def new_console(**options: Any) -> Console:
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
-FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0
+FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0  # seconds before the first line, and at most between two lines
 
 
 class ProgressBar(Progress):
@@ -53,7 +53,7 @@ class ProgressBar(Progress):
 
     Args:
         console: The console to print to. A quiet console shows nothing.
-        hidden: Whether to show nothing. This is set in all processes of a run except the first.
+        hidden: Whether to hide the progress bar. This is set in all processes of a run except the first.
     """
 
     def __init__(self, console: Console, hidden: bool = False) -> None:
@@ -62,8 +62,9 @@ class ProgressBar(Progress):
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("elapsed,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=console,
             transient=True,
             speed_estimate_period=3600,  # a step may take minutes
@@ -150,7 +151,7 @@ class StudyTable(Generic[Row]):
                 raise ValueError("it has no rows")
         except (OSError, ValueError, TypeError) as error:
             said = reason(error) if isinstance(error, OSError) else error
-            raise BadInput(f"`{path}` (`{option}`) is not a results CSV: {said}.") from error
+            raise BadInput(f"`{path}` (`{option}`) cannot be read as a results CSV: {said}.") from error
         return found
 
 
@@ -210,6 +211,6 @@ def markdown_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Format the mean of fractions as a percentage, with the standard deviation if there are several."""
+    """Format the mean of fractions in percent, with the standard deviation if there are several values."""
     deviation = f"±{100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{100 * mean(values):.{digits}f}{deviation}"

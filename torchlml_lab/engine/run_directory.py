@@ -198,8 +198,8 @@ class RunFolder:
     def create(self, settings: TrainSettings, stored: Mapping[str, dict[str, Any]]) -> None:
         """Write the files that describe a new run.
 
-        If the directory already contains a run, it is removed if `overwrite` is set. Otherwise `BadInput` is
-        raised.
+        If the directory already contains a run, that run is removed if `overwrite` is set. Otherwise,
+        `BadInput` is raised.
 
         Args:
             settings: The settings of the run.
@@ -243,8 +243,8 @@ class RunFolder:
             raise BadInput(f"`{self.path / 'run.json'}` is damaged: the version of torchlml is missing.")
         if run.format != FORMAT or version != torchlml.__version__:
             raise BadInput(
-                f"`{self.path}` was written by torchlml {version}, but this is {torchlml.__version__}. "
-                "A run can be resumed only by the version that started it."
+                f"`{self.path}` was written by torchlml {version}, but the installed version is "
+                f"{torchlml.__version__}. A run can be used only with the version that started it."
             )
 
     def state(self) -> State | None:
@@ -272,7 +272,7 @@ class RunFolder:
         if written.torchlml != torchlml.__version__:
             raise BadInput(
                 f"The checkpoint `{path}` was written by torchlml {written.torchlml}, "
-                f"but this is {torchlml.__version__}."
+                f"but the installed version is {torchlml.__version__}."
             )
         return path
 
@@ -281,7 +281,7 @@ class RunFolder:
         written = {"run": self.record().run, "torchlml": torchlml.__version__, "epoch": state.epoch}
         (self.partial / "checkpoint.json").write_text(json.dumps(written), encoding="utf-8")
         place = self.path / "checkpoints" / state.last
-        shutil.rmtree(place, ignore_errors=True)  # left by a run killed between the rename and the commit
+        shutil.rmtree(place, ignore_errors=True)  # left by a run that was killed before it wrote state.json
         self.partial.rename(place)
         self.write("state.json", asdict(state))
         self.drop_checkpoints_beside(state)
@@ -346,7 +346,7 @@ def git_commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # fails in another project's checkout
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails if the checkout belongs to another project
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -400,7 +400,7 @@ def read_moved(
 
     Returns:
         The settings. `BadInput` is raised if a new path is given for data that the run did not use, or if
-        the data is no longer at the stored path.
+        data is no longer at its stored path and no new path is given.
     """
     settings = from_json(kind, run / SETTINGS_FILE)
     for name, path in moved.items():

@@ -77,9 +77,9 @@ class TrainSettings:
     """Also log the metrics to the run directory for TensorBoard. Requires the package `tensorboard`."""
 
 
-# Options that apply to a single command and are not stored with the run.
+# Options that apply to one invocation only and are not stored with the run.
 _CALL = {"resume", "overwrite"}
-# Options that may change when a run is resumed, because they affect its results only by rounding errors.
+# Options that may change when a run is resumed, because they change its results by rounding errors at most.
 FREE = _CALL | {"out", "tensorboard", "threads"}
 SETTINGS_FILE = "settings.json"
 
@@ -218,8 +218,9 @@ def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], 
 def folded(text: str, indent: str = "") -> str:
     """Wrap paragraphs to the terminal width."""
     width = shutil.get_terminal_size().columns
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(textwrap.fill(paragraph, width, subsequent_indent=indent) for paragraph in paragraphs)
+    # Do not break at hyphens, because the names of options contain them.
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n\n".join(wrapper.fill(paragraph) for paragraph in inspect.cleandoc(text).split("\n\n"))
 
 
 def _reporting(report: Any) -> AbstractContextManager[None]:
@@ -236,7 +237,7 @@ def _reporting(report: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _own_help(grouped: bool) -> Iterator[None]:
-    """Change tyro's help: omit empty defaults, show required options in the usage, and group the options.
+    """Change tyro's help: group the options, show required ones in the usage, and wrap texts evenly.
 
     "(default: None)" and "(default: False)" are omitted, because the help texts explain the default. The
     patched functions are not part of tyro's stable API. If a version lacks them, its help is not changed.
@@ -252,6 +253,8 @@ def _own_help(grouped: bool) -> Iterator[None]:
         return
 
     def own_helptext(arg: Any, *others: Any, **named: Any) -> Any:
+        text = arg.field.helptext() if callable(arg.field.helptext) else arg.field.helptext
+        arg.field.helptext = text and " ".join(text.split())
         if arg.field.default is None or arg.field.default is False or arg.field.default == ():
             arg.field.argconf = dataclasses.replace(arg.field.argconf, help_behavior_hint="")
         return helptext(arg, *others, **named)
@@ -268,7 +271,9 @@ def _own_help(grouped: bool) -> Iterator[None]:
             if one.arg.lowered.required and not one.arg.is_positional()
         ]
         # For a command with many options, tyro's usage line contains only "[OPTIONS]".
-        return [first.replace("[OPTIONS]", " ".join((*needed, "[OPTIONS]"))), *lines]
+        first = first.replace("[OPTIONS]", " ".join((*needed, "[OPTIONS]")))
+        # Remove the indentation that keeps tyro from joining the lines of the description.
+        return [first, *(line.replace("\n ", "\n") for line in lines)]
 
     _arguments.generate_argument_helptext, formatting.format_help = own_helptext, own_format_help
     try:
@@ -325,7 +330,7 @@ class GridSettings:
     learning_rates: tuple[float, ...] = ()
     """Learning rates to try. The default is the single value of `--run.learning-rate`."""
     tuned: Path | None = None
-    """CSV of an earlier sweep on the same data. Its validation scores determine each method's settings."""
+    """CSV of an earlier sweep on the same data. Each method uses its best settings on validation."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     """The number of parallel runs, at least 1, with one thread each."""
 

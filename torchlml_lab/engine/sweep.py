@@ -190,7 +190,7 @@ def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
         return get_context("spawn")
     # Workers are forked from a single-threaded server that has already imported the task, to save time.
     context = get_context("forkserver")
-    context.set_forkserver_preload([grid.run_one.__module__, "torch._dynamo"])  # used by torch's optimizers
+    context.set_forkserver_preload([grid.run_one.__module__, "torch._dynamo"])  # optimizers import it
     return context
 
 

@@ -44,11 +44,13 @@ def by_noise(settings: NoiseFigureSettings) -> None:
 
 
 def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw accuracies minus those of cross-entropy (or the first known loss) in panels for top-1 and top-k.
+    """Draw accuracies minus those of a reference loss against label noise, in panels for top-1 and top-k.
+
+    The reference is cross-entropy or, without runs of it, the first loss in `plots.METHODS` that has runs.
 
     Args:
-        rows: The runs, with one set of hyperparameters per loss. If they include the last epoch, two more
-            panels show its top-k accuracy on clean validation labels and on noisy training labels.
+        rows: The runs, with one set of hyperparameters per loss. If they include results of the last epoch,
+            two more panels show its top-k accuracy on clean validation labels and on noisy training labels.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
@@ -57,7 +59,6 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[P
     if all(isfinite(row.last_topk) for row in rows):
         measures["last_topk"] = f"{top}, last epoch, validation"
         measures["train_topk"] = f"{top}, last epoch, noisy training labels"
-    # Cross-entropy is the first of the known losses.
     reference = next(loss for loss in plots.METHODS if any(row.loss == loss for row in rows))
     lines = len(measures) // 2
     with plots.new_figure(picture, plots.PAGE, 0.5 + 2.5 * lines, csv) as figure:

@@ -78,7 +78,7 @@ def grouped(rows: Sequence[LabelRecord]) -> dict[str, dict[str, dict[str, Group]
 
 
 def difference(one: Group, other: Group, measure: str) -> list[float]:
-    """Return the difference between two losses in a metric, for each seed that both losses have."""
+    """Return the difference between two losses in a metric, for each seed that was run with both."""
     return [getattr(one[seed], measure) - getattr(other[seed], measure) for seed in sorted({*one} & {*other})]
 
 
@@ -152,7 +152,7 @@ def _draw_panel(axes: Axes, points: Points, lowest: float) -> list[tuple[float, 
 
 
 def page_of(rows: Sequence[LabelRecord]) -> str:
-    """Format Markdown tables: all metrics with all labels, three metrics by labels kept, and differences."""
+    """Format Markdown tables: all metrics with all labels, three by share of labels kept, and differences."""
     parts = []
     for data, by_keep in grouped(rows).items():
         keeps = [keep for keep in _KEEPS if keep in by_keep]
@@ -240,7 +240,7 @@ def draw_recommend(
     picture: Path,
     csv: Sequence[Path] = (),
 ) -> None:
-    """Draw a panel for each metric and a line for each method, the best Recall@20 first.
+    """Draw a panel for each metric, with a row for each method, sorted by decreasing Recall@20.
 
     Args:
         rows: The runs, with one set of hyperparameters per model and loss.

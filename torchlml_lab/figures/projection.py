@@ -253,7 +253,7 @@ def which_relaxation(settings: RelaxationsSettings) -> None:
 
 
 def draw_relaxations(picture: Path) -> None:
-    """Draw three panels: the outputs for k = 3 at two temperatures, and a gradient."""
+    """Draw three panels: the outputs for k = 3 at two temperatures, and the gradient of the third output."""
     x = torch.tensor(RELAXED_ROW, dtype=torch.float64)
     with new_figure(picture, PAGE, 2.8) as figure:
         soft, peaked, gradient = figure.subplots(1, 3, sharex=True)

@@ -138,7 +138,8 @@ def _place(method: str) -> tuple[int, str, int]:
 
 
 BY_BIAS = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
-# The variants of a sweep over `--biases`. The first reveals most about the training images, the last nothing.
+# The variants in a sweep over `--biases`, and their names in the figure. The first variant reveals most about
+# a training image, because the counts include the image itself. The last variant has no frequency bias.
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 

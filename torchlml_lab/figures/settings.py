@@ -39,7 +39,7 @@ class SlidingSigmoidSettings:
 
 @dataclass(frozen=True)
 class PolytopesSettings(FigureSettings):
-    """Draw L(3,1), L(3,2) and L(4,2), and the path of lml as the temperature of the logits changes."""
+    """Draw L(3,1), L(3,2) and L(4,2), and the path of lml(x / T, k) as the temperature T changes."""
 
     out: Path = Path("torchlml-figures/polytopes.png")
 
@@ -53,7 +53,7 @@ class RootFindingSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class EntropiesSettings(FigureSettings):
-    """Draw the entropies of sigmoid, softmax, lml and constrained softmax over their polytopes."""
+    """Draw the entropies that sigmoid, softmax, lml and constrained softmax maximize over their polytopes."""
 
     out: Path = Path("torchlml-figures/entropies.png")
 
@@ -78,7 +78,7 @@ class BenchmarksFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/benchmarks.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml bench layer`, `losses` and `short`; by default, yours or those in results/."""
+    """CSV files from `torchlml bench` (layer, losses, short); by default, your own, or else results/*.csv."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class TimingFigureSettings(CsvFigureSettings):
 
 @dataclass(frozen=True)
 class NoiseFigureSettings(CsvFigureSettings):
-    """Draw the accuracies from `torchlml sweep cifar100` against label noise, with standard deviations."""
+    """Draw accuracy minus that of cross-entropy against label noise, from `torchlml sweep cifar100`."""
 
     out: Path = Path("torchlml-figures/cifar100.png")
 
@@ -127,11 +127,14 @@ class MultilabelFigureSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class SceneGraphFigureSettings(CsvFigureSettings):
-    """Draw the recall curves from `torchlml sweep scene-graph` as in the paper, and write tables (.md)."""
+    """Draw recall by epoch, minus that of a reference method, from `torchlml sweep scene-graph`.
+
+    The tables (.md) are written next to the figure.
+    """
 
     out: Path = Path("torchlml-figures/scene-graph.png")
     methods: tuple[str, ...] = ("softmax", "truncated-entropy-20", "lml-20")
-    """Methods to draw. The tables include all methods."""
+    """Methods to draw, the reference first. The tables include all methods."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,10 @@ class BiasFigureSettings(CsvFigureSettings):
 
 @dataclass(frozen=True)
 class RecommendFigureSettings(FigureSettings):
-    """Draw the recall of each model and loss from `torchlml sweep recommend`, and write a table (.md)."""
+    """Draw the Recall@20 and nDCG@20 of each model and loss from `torchlml sweep recommend`.
+
+    A table (.md) is written next to the figure.
+    """
 
     out: Path = Path("torchlml-figures/recommend.png")
     csv: tuple[Path, ...] = ()

@@ -27,7 +27,7 @@ _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**
 
 
 class Check(NamedTuple):
-    """One comparison: its name, the largest error found, and the largest error allowed."""
+    """The result of a check: its name, the largest error found, and the largest error allowed."""
 
     name: str
     error: float
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield the cases. Their lengths cover the kernels for on-chip rows, streamed rows and split rows."""
+    """Yield the cases. Their row lengths cover the kernels for on-chip, streamed and split rows."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -90,7 +90,7 @@ def cases() -> Iterator[Case]:
 
 
 def checks(device: str) -> Iterator[Check]:
-    """Compare y, log y, nu, and the gradients of y and log y, in all cases and dtypes."""
+    """Check y, log y, nu and the gradients in all cases and dtypes, then repeatability and the LML loss."""
     for dtype in _COMPARED_DTYPES:
         for case in cases():
             if dtype == torch.float16 and bool((case.x.abs().nan_to_num(0, 0, 0) > 6e4).any()):
@@ -325,7 +325,7 @@ def accuracy_table(accuracy: Sequence[Check]) -> str:
     lines = [
         f"  WRONG  {check.name}: error {check.error:.3g}, allowed {check.allowed:.3g}" for check in wrong
     ]
-    verdict = f"{len(accuracy) - len(wrong)} of {len(accuracy)} comparisons with float64 passed"
+    verdict = f"{len(accuracy) - len(wrong)} of {len(accuracy)} checks passed"
     return "\n".join(["", *lines, verdict, ""])
 
 

@@ -19,10 +19,10 @@ from torchlml_lab.multilabel.settings import RULES, RuleName
 FEATURES = 8  # the rule `count` predicts the number of labels from this many top probabilities
 STRENGTH = 10.0  # the penalty of the ridge regression that predicts the number of labels
 ODDS = (-9.0, 6.0, 301)  # the candidate thresholds: lowest log-odds, highest log-odds, number of candidates
-SMOOTHNESS = 0.5  # the standard deviation of the kernel that smooths over thresholds, in log-odds
+SMOOTHNESS = 0.5  # the standard deviation of the Gaussian that smooths the metrics, in log-odds
 _LARGEST = 1e9  # a file with larger regression weights is considered damaged
 WORDS: Mapping[RuleName, str] = {
-    "top-k": "the {k} most probable labels",
+    "top-k": "the k most probable labels (k = {k})",
     "half": "labels with p > 0.5",
     "threshold": "labels with p > {threshold:.3f}{always}",
     "count": "the m most probable labels, where m is predicted for each sample",
@@ -33,7 +33,7 @@ WORDS: Mapping[RuleName, str] = {
 class Decisions:
     """How a run chooses a set of labels for each sample: the best rule, and the parameters of all rules.
 
-    They are fitted on the validation samples.
+    The rule and all parameters are determined on the validation samples.
     """
 
     rule: RuleName = "top-k"
@@ -68,7 +68,7 @@ class Decisions:
             rule: The rule to use.
 
         Returns:
-            bool (R, n).
+            bool (R, n), whether each label is chosen.
         """
         if rule == "half":
             return probabilities > 0.5
@@ -82,12 +82,12 @@ class Decisions:
 
     def in_words(self, rule: RuleName, k: int) -> str:
         """Return a description of the labels that a rule chooses."""
-        always = ", and always the best label" if self.least else ""
+        always = ", and always the most probable label" if self.least else ""
         return WORDS[rule].format(k=k, threshold=self.threshold, always=always)
 
 
 def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int, empty: bool = False) -> Decisions:
-    """Fit all rules on validation samples, and choose the best one.
+    """Fit all rules on validation samples, and choose the best rule.
 
     Args:
         logits: (R, n).
@@ -115,8 +115,8 @@ def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int, empty: 
 def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor, least: int = 1) -> float:
     """Return the threshold that maximizes the smoothed sum of micro-F1 and the share of exact sets.
 
-    If `least` is 1, the best label of each sample is always chosen. Smoothing over nearby thresholds reduces
-    the noise if there are few samples.
+    If `least` is 1, the most probable label of each sample is always chosen. Averaging over nearby thresholds
+    makes the result less noisy if there are few samples.
     """
     odds = torch.linspace(*ODDS, dtype=torch.float64)
     weights = (-((odds[:, None] - odds) / SMOOTHNESS).square() / 2).exp()
@@ -184,7 +184,10 @@ def stored(path: Path, labels: int) -> Decisions:
         if not all(map(math.isfinite, (found.threshold, *found.weights))):
             raise ValueError("`decisions` contains a number that is not finite")
         if found.weights and len(found.weights) != 1 + min(FEATURES, labels):
-            raise ValueError(f"`weights` must have length {1 + min(FEATURES, labels)}")
+            raise ValueError(
+                f"`weights` must have length {1 + min(FEATURES, labels)}, but it has length "
+                f"{len(found.weights)}"
+            )
         if found.least not in (0, 1):
             raise ValueError(f"`least` must be 0 or 1, but it is {found.least}")
         if found.most < 1 or max(map(abs, found.weights), default=0) > _LARGEST:
@@ -201,7 +204,7 @@ class SetResult(NamedTuple):
 
     micro_f1: float
     macro_f1: float
-    """The mean F1 over all labels that occur in any sample or are chosen for one."""
+    """The mean F1 over all labels that occur in a sample or are chosen for a sample."""
     exact: float
     """The share of samples for which the chosen labels are exactly the true labels."""
     size: float

@@ -1,7 +1,7 @@
 """The linear part of a combined model: a ridge regression with a penalty chosen on held-out samples.
 
-Ridge regression on 0/1 labels ranks labels as well as a linear SVM does, and it requires the solution of only
-one linear system, with a right-hand side for each label.
+Ridge regression on 0/1 labels ranks labels as well as a linear SVM does. It requires solving only one linear
+system, with one right-hand side per label.
 """
 
 import math
@@ -25,8 +25,8 @@ PENALTIES = (16.0, 6.0, 2.0, 0.7, 0.25, 0.08, 0.025)
 GAINS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 """The candidate gains. A gain multiplies the difference between a label's scores and its frequency.
 
-The penalty that yields the best directions of the weights also shrinks them too much, so that frequent labels
-are ranked too high. A gain above 1 compensates for this.
+The penalty that gives the weights the best directions also makes them too small, so that frequent labels are
+ranked too high. A gain above 1 compensates for this.
 """
 FOLDS = 5
 FEWEST_HELD_OUT = 300  # with fewer validation samples, the penalty is chosen by cross-validation
@@ -86,7 +86,7 @@ class Start(NamedTuple):
 
 
 def noise(samples: int) -> float:
-    """Return the smallest difference in nDCG@5 on this many samples that does not count as noise.
+    """Return the smallest difference in nDCG@5 that is not considered noise with this many samples.
 
     It is about one standard error, but at least `WORSE`.
     """
@@ -100,7 +100,7 @@ def frequencies(labels: Matrix) -> Array:
 
 
 def fits(rows: int, inputs: int, labels: int) -> bool:
-    """Whether the matrices of the linear part fit in memory."""
+    """Whether the scores and weights have at most `MOST_SCORES` and `MOST_WEIGHTS` entries, respectively."""
     return rows * labels <= MOST_SCORES and inputs * labels <= MOST_WEIGHTS
 
 
@@ -135,7 +135,8 @@ def ridge_path(
     size = float(inputs.data @ inputs.data) / rows
     for penalty in penalties:
         solution = _solve(x, transposed, y, penalty * size, solution, near)
-        # Do not keep a local reference to the part: it is large, and several paths are computed at once.
+        # Do not keep a local reference to the part. It is large, and several of these generators may exist at
+        # the same time.
         yield _part(product(transposed, solution), mean, start)
 
 
@@ -240,13 +241,14 @@ def choose(
         labels: Their labels.
         validation: The inputs of the validation samples.
         its_labels: Their labels, possibly followed by labels that no training sample has.
-        start: The parts of an earlier run to start from.
+        start: The linear parts of an earlier run to start from.
 
     Returns:
-        The choice. If there are few validation samples, it is made by cross-validation over all samples. The
-        linear part of an earlier run is kept unless a fit that starts from it is clearly better. If the
-        earlier run used the same samples, its linear part is always kept, because it already has the best
-        penalty, and fitting its residuals again would only weaken the regularization.
+        The choice. If there are few validation samples, it is made by cross-validation over all samples. If
+        the linear part of an earlier run has weights for all labels, it is kept unless a fit that starts from
+        it is clearly better. If the earlier run used the same samples, its linear part is always kept,
+        because it already has the best penalty, and fitting its residuals again would only weaken the
+        regularization.
     """
     if start is not None and start.same_samples:
         return Choice(math.inf, 1.0, start.held_out)
@@ -296,7 +298,7 @@ class _Split:
     def __init__(self, inputs: Matrix, labels: Matrix, held_out: Matrix, its_labels: Matrix) -> None:
         self.inputs, self.labels, self.held_out, self.its_labels = inputs, labels, held_out, its_labels
         self.usual = frequencies(labels)
-        # The number of samples that have an nDCG, which requires labels.
+        # The number of held-out samples with labels. Without labels, nDCG is undefined.
         self.weight = max(1e-9, np.count_nonzero(np.diff(its_labels.indptr)))
 
     def qualities(self, part: LinearPart, gains: Sequence[float]) -> list[float]:

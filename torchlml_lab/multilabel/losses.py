@@ -17,7 +17,7 @@ PADDING = -100
 WIDTH = 2.0
 """The width of the sigmoid in `topk-softmax`, in units of the logits."""
 ROWS = 128
-"""The number of rows whose logits are in memory at a time."""
+"""The number of rows for which `of_factors` computes logits at a time."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class LabelLoss:
         return self.name if self.k is None else f"{self.name}-{self.k}"
 
     def check_labels(self, count: int) -> None:
-        """Raise `BadInput` unless k is less than `count`, the number of labels."""
+        """Raise `BadInput` unless k is less than `count`, the number of labels or items."""
         if isinstance(self.k, int) and self.k >= count:
             raise BadInput(
-                f"`k` must be from 1 to {count - 1}, because there are {count} labels, but it is {self.k}."
+                f"`k` must be from 1 to {count - 1}, because there are {count} labels or items, but it is "
+                f"{self.k}."
             )
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ class LabelLoss:
         return torchlml.linear_lml_loss(hidden, layer.weight, labels, k, linear_bias=layer.bias)
 
     def of_factors(self, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of `linear(hidden, weight, bias)`, with only `ROWS` rows of logits in memory.
+        """Compute the loss of `linear(hidden, weight, bias)` without materializing the full logit matrix.
 
         Every row must have at least one label.
         """
@@ -147,7 +148,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def topk_softmax(logits: Tensor, labels: Tensor, k: int, width: float = WIDTH) -> Tensor:
-    """Compute a softmax loss in which each label is weighted by how close its score is to the top k.
+    """Compute a softmax loss in which labels with scores far below the top k have little weight.
 
         >>> labels = torch.tensor([[0, 3]])
         >>> round(topk_softmax(torch.zeros(1, 4), labels, k=2).item(), 4)  # both weights are 1/2
@@ -197,7 +198,7 @@ def named(text: str, option: str = "--losses") -> LabelLoss:
         if name in WITH_K and (found := re.fullmatch(rf"{name}-(\d+|labels)", text)):
             return LabelLoss(name, "labels" if found[1] == "labels" else int(found[1]))
     accepted = "bce, softmax, lml-K, lml-labels, truncated-entropy-K or topk-softmax-K with an integer K"
-    raise BadInput(f"`{option}` must contain {accepted}, but it contains `{text}`.")
+    raise BadInput(f"Each value of `{option}` must be {accepted}, but one value is `{text}`.")
 
 
 def padded(rows: list[Tensor]) -> Tensor:

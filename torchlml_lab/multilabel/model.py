@@ -1,4 +1,4 @@
-"""The network for multi-label classification, its metrics, and loading of trained models."""
+"""The network for multi-label classification, its metrics, and functions that load trained models."""
 
 import copy
 import json
@@ -134,7 +134,7 @@ class LinearLogits(nn.Module):
 
 
 class LabelNetwork(nn.Module):
-    """A network that computes a logit for every label, to which a linear part can be added.
+    """A network that computes a logit for every label. A linear part can be added to the logits.
 
     Args:
         inputs: The number of input columns.
@@ -142,7 +142,7 @@ class LabelNetwork(nn.Module):
         hidden: The size of the hidden layer; 0 for a linear model.
         dropout: The dropout probability of the hidden layer.
         most: The maximum number of inputs that the network uses. If `inputs` is larger, the caller must set
-            `place` to select these inputs.
+            `place` to select the inputs to use.
     """
 
     place: Tensor | None
@@ -287,7 +287,7 @@ def new_network(settings: MultilabelSettings, prepared: Preparation) -> LabelNet
 
 
 def store_linear(run: Path, final: LinearPart, held_out: LinearPart, mixture: Mixture) -> None:
-    """Write the two linear parts of a run: one fitted on all samples, one without the validation samples."""
+    """Write the final linear part of a run, and the one that was fitted without the validation samples."""
     tensors = {
         f"{name}.{field}": np.ascontiguousarray(values)
         for name, part in (("final", final), ("held_out", held_out))
@@ -391,7 +391,7 @@ def read_rows(
     columns = trained.preparation.columns
     if columns is None and is_table_of(data, "--data"):
         raise BadInput(
-            f"`--data` must be sparse features, as in training, but `{in_words(data)}` is a table."
+            f"`--data` must contain sparse features, as in training, but `{in_words(data)}` is a table."
         )
     if columns is not None and not labeled:
         columns = replace(columns, labels=())

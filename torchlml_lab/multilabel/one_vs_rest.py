@@ -1,17 +1,15 @@
 """The baseline for the multi-label study: one-vs-rest logistic regression with scikit-learn.
 
-    python -m torchlml_lab.multilabel.one_vs_rest --train FILE --test FILE --csv one-vs-rest.csv
+    torchlml bench one-vs-rest --train FILE --test FILE --csv one-vs-rest.csv
 
 It uses the same inputs and the same split as `torchlml train multilabel`. C is selected on the validation
 samples, like the learning rate of the networks.
 """
 
-import sys
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,42 +18,25 @@ from sklearn.linear_model import LogisticRegression
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labeled_rows import Matrix
 from torchlml_lab.engine.output import ProgressBar, new_console
-from torchlml_lab.engine.settings import parse_settings
 from torchlml_lab.files import check_file
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel import sweep
 from torchlml_lab.multilabel.model import Measures
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import label_lists, read_files, split
-from torchlml_lab.multilabel.settings import MultilabelSettings
+from torchlml_lab.multilabel.settings import MultilabelSettings, OneVsRestSettings
 from torchlml_lab.multilabel.sweep import LabelRecord
 
 
-@dataclass(frozen=True)
-class BaselineSettings:
-    """Fit one-vs-rest logistic regression for each C, and write the metrics of the best C to a CSV file."""
-
-    train: Path | None = None
-    """The training file, as for `torchlml train multilabel`."""
-    test: Path | None = None
-    """The test file."""
-    csv: Path = Path("one-vs-rest.csv")
-    """The CSV file to write. Results that it already contains are not computed again."""
-    keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
-    """The fractions of the training labels to keep. At least one label per sample is kept; `one` keeps
-    exactly one."""
-    seed: int = 0
-    """The seed for the random choice of the labels to keep."""
-    strengths: tuple[float, ...] = (1.0, 10.0, 100.0)
-    """The values of C to try. All labels use the same value."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Parse the options, fit, and write the CSV."""
-    settings = parse_settings(BaselineSettings, "one-vs-rest", arguments, BaselineSettings())
-    if settings.train is None or settings.test is None:
-        raise BadInput("`--train` and `--test` are required.")
+def main(settings: OneVsRestSettings) -> None:
+    """Fit the models and write their metrics to the CSV file."""
+    assert settings.train is not None  # required on the command line
     check_file("--csv", settings.csv)
+    for keep in settings.keeps:
+        if keep != "one" and not 0 < keep <= 1:
+            raise BadInput(f"`--keeps` must contain `one` or values in (0, 1], but it contains {keep:g}.")
+    if not all(strength > 0 and math.isfinite(strength) for strength in settings.strengths):
+        raise BadInput(f"`--strengths` must be finite and positive, but it is {settings.strengths}.")
     rows = sweep.TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
     for keep in settings.keeps:
         one = MultilabelSettings(train=settings.train, test=settings.test, keep=keep, seed=settings.seed)
@@ -119,7 +100,3 @@ def _measures(prepared: Preparation, scores: Any, labels: Matrix) -> dict[str, f
     found = Measures(prepared, labels.shape[1])
     found.update(torch.from_numpy(np.asarray(scores)), label_lists(labels))
     return found.result()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -92,7 +92,10 @@ class Preparation:
         return Prepared(stacked(blocks, self.inputs), unknown, empty)
 
     def apply_to_many(self, rows: LabeledRows) -> "Matrix | LaterInputs":
-        """Convert training samples to inputs, per batch if all at once would need too much memory."""
+        """Convert training samples to inputs.
+
+        If the inputs of all samples would need too much memory, they are computed for each batch instead.
+        """
         if self.idf:
             some = next(_slices(len(rows), rows.texts))
             first = self._apply(rows.take(np.arange(some.stop))).inputs
@@ -123,7 +126,7 @@ class Preparation:
         return Prepared(inputs, unknown, empty)
 
     def _of_texts(self, texts: Sequence[str]) -> Matrix:
-        """Compute TF-IDF vectors with logarithmic term frequencies. `WEIGHTS` has the norm of each kind."""
+        """Compute TF-IDF vectors with logarithmic term frequencies and the norms in `WEIGHTS`."""
         blocks = [
             weight * _normalized(_tf(_known_terms(found, places)) @ sparse.diags_array(idf))
             for found, (places, idf), weight in zip(_all_terms(texts), self._known, WEIGHTS, strict=True)
@@ -200,7 +203,7 @@ def fit(
             root of its inverse document frequency.
 
     Returns:
-        The preparation. Samples without features or words raise `BadInput`.
+        The preparation. If the samples have neither features nor words, `BadInput` is raised.
     """
     parts = [training] if more is None else [training, more]
     texts = None if training.texts is None else [text for part in parts for text in part.texts or ()]

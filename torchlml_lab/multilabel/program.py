@@ -1,4 +1,4 @@
-"""Use of trained multi-label runs in other programs, with `load_run` (in Python) or `torchlml export`."""
+"""Functions to use a trained multi-label run in Python (`load_run`) or to export it (`torchlml export`)."""
 
 import importlib.util
 import json
@@ -66,8 +66,8 @@ class LabelModel:
         Args:
             samples: The samples.
             rule: The rule that chooses the labels: `top-k`, `half` (p > 0.5), `threshold` (p above a
-                threshold fitted on the validation samples), `count` (a number predicted for each sample), or
-                `auto` (the rule of the run).
+                threshold fitted on the validation samples), `count` (the most probable labels, where their
+                number is predicted for each sample), or `auto` (the rule of the run).
 
         Returns:
             A list of label names for each sample, which may be empty.
@@ -161,7 +161,7 @@ def _value_errors() -> Iterator[None]:
 
 
 def _described(samples: Any) -> str:
-    return "one text" if isinstance(samples, str) else f"a value of type `{type(samples).__name__}`"
+    return "a string" if isinstance(samples, str) else f"a value of type `{type(samples).__name__}`"
 
 
 class Program(nn.Module):

@@ -46,7 +46,7 @@ from torchlml_lab.multilabel.samples import (
 )
 from torchlml_lab.multilabel.settings import RULES, EvaluateSettings, LossName, MultilabelSettings, RuleName
 
-ENTRIES = 2**21  # the number of logits that are used for calibration
+ENTRIES = 2**21  # the maximum number of logits used for calibration, unless there are very many labels
 TEMPERATURES = torch.logspace(-1, 1, 41).tolist()
 
 
@@ -121,7 +121,7 @@ class Report:
 
     def _set_table(self) -> Table:
         heads = ("rule", "labels per sample", "micro-F1", "macro-F1", "exact sets")
-        table = plain_table(f"Sets, in percent (*: the rule of the run; {self._errors})", heads)
+        table = plain_table(f"Label sets, metrics in percent (*: the rule of the run; {self._errors})", heads)
         for rule, found in self.sets.items():
             values = (f"{100 * value:.1f}" for value in (found.micro_f1, found.macro_f1, found.exact))
             table.add_row(f"{rule}{'*' * (rule == self.rule)}", f"{found.size:.2f}", *values)
@@ -133,7 +133,9 @@ class Report:
 
     def _ranking_table(self) -> Table:
         ks = sorted({int(name.partition("@")[2]) for name in self.measures})
-        title = f"{self.rows} {self.what}, in percent (in parentheses: baseline of most frequent labels)"
+        title = (
+            f"{self.rows} {self.what}, metrics in percent (in parentheses: baseline of most frequent labels)"
+        )
         table = plain_table(title, ("k", *(f"{name}@k" for name in NAMES.values())))
         for k in ks:
             cells = [
@@ -155,10 +157,10 @@ class Report:
             "",
             f"The model was trained on {prepared.rows} samples from `{in_words(settings.train)}` with "
             f"{len(prepared.labels)} labels and the loss `{settings.loss}`. Its weights are those of epoch "
-            f"{trained.epoch}, the best one on the validation samples."
+            f"{trained.epoch}, the best epoch on the validation samples."
             + ("" if trained.network.linear is None else f" {trained.network.linear.mixture.in_words()}"),
             "",
-            "All values are in percent. The values in parentheses are those of the baseline, which predicts "
+            "All metrics are in percent. The values in parentheses are those of the baseline, which predicts "
             "the most frequent training labels for every sample.",
             "",
             "| k | " + " | ".join(f"{name}@k" for name in NAMES.values()) + " |",
@@ -176,7 +178,7 @@ class Report:
                 "",
                 "- **P@k**: share of the top k labels that are correct.",
                 "- **nDCG@k**: like P@k, but normalized and with more weight on the first ranks.",
-                "- **PSP@k**: propensity-scored precision, where rare labels have more weight.",
+                "- **PSP@k**: propensity-scored precision, in which rare labels have more weight.",
                 "- **R@k**: share of a sample's labels that are among the top k.",
                 "",
                 *self._set_lines(trained),
@@ -191,11 +193,11 @@ class Report:
         """Return the section about sets and calibration."""
         own, k = self.sets[self.rule], trained.preparation.k
         lines = [
-            "## Sets",
+            "## Label sets",
             "",
             f"**The rule `{self.rule}` reaches a micro-F1 of {100 * own.micro_f1:.1f}%, and "
-            f"{100 * own.exact:.1f}% of the sets are exactly right.** It is the best rule on the validation "
-            "samples by the mean of the two values. `torchlml predict --rule auto` uses it.",
+            f"{100 * own.exact:.1f}% of the sets are exactly right.** On the validation samples, this rule "
+            "has the highest mean of the two values. `torchlml predict --rule auto` uses it.",
             "",
             "| rule | chosen labels | labels per sample | micro-F1 | macro-F1 | exact sets |",
             "| --- | --- | --- | --- | --- | --- |",
@@ -209,7 +211,9 @@ class Report:
             "",
             "Macro-F1 is the mean F1 over the labels that occur in the samples or in the chosen sets. "
             f"The calibration error is {100 * self.calibration_error:.2f}% over all labels and "
-            f"{100 * self.top_calibration_error:.2f}% over the top {k} labels of each sample.",
+            f"{100 * self.top_calibration_error:.2f}% over the top k labels of each sample (k = {k}). It is "
+            "the mean difference between the predicted probability and the share of correct labels in "
+            f"{BINS} bins.",
             "",
         ]
 
@@ -219,7 +223,7 @@ class Report:
             "## Labels",
             "",
             f"Precision and recall are those of the rule `{self.rule}`. AP is the average precision when all "
-            "samples are ranked by the probability of the label. All values are in percent. "
+            "samples are ranked by the probability of the label. These metrics are in percent. "
             f"The file `labels.csv` contains all {len(self.labels)} labels.",
             "",
             "| label | samples | chosen | precision | recall | AP |",
@@ -346,7 +350,7 @@ def _by_k(recalls: dict[str, Tensor], ks: Sequence[int]) -> dict[int, float]:
 
 
 def _binned(probabilities: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of probabilities, the number of correct labels and the label count of each bin."""
+    """Return the sum of probabilities, the number of correct labels and the label count for each bin."""
     values = probabilities.flatten().double()
     place = (values * BINS).long().clamp(max=BINS - 1)
     return torch.stack(

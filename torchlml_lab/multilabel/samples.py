@@ -260,7 +260,7 @@ class Files(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The training, validation and test samples of a run. Their first labels are those of `--train`."""
+    """The training, validation and test samples of a run. In each set, the labels of `--train` come first."""
 
     training: LabeledRows
     validation: LabeledRows
@@ -297,8 +297,8 @@ def read_files(settings: MultilabelSettings) -> Files:
                 "`--numbers`."
             )
         if is_table_of(settings.train, "--train") != (earlier.columns is not None):
-            format_ = "sparse features" if earlier.columns is None else "a table"
-            raise BadInput(f"`--train` must be {format_}, as in `{settings.continue_from}`.")
+            format_ = "contain sparse features" if earlier.columns is None else "be a table"
+            raise BadInput(f"`--train` must {format_}, as in `{settings.continue_from}`.")
         known = earlier.columns or known
     rows, columns = _read(settings, "train", known)
     if earlier is not None:
@@ -366,8 +366,8 @@ def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[La
 def keeps_unlabeled(settings: MultilabelSettings, columns: Columns | None) -> bool:
     """Whether samples without labels are kept, as examples to which no label applies.
 
-    If every label has its own column of 0s and 1s, no label applies to a row of zeros. In other files, the
-    labels of such a sample may simply be missing.
+    If every label has its own column of 0s and 1s, no label applies to a row of zeros. In other files, an
+    empty list of labels may mean that the labels are missing.
     """
     if settings.unlabeled == "auto":
         return columns is not None and len(columns.labels) > 1
@@ -412,7 +412,7 @@ def aligned(rows: LabeledRows, names: Sequence[str], source: str, notes: list[st
         notes.append(
             f"`{source}`: {more} label{'' if one else 's'} {'does' if one else 'do'} not occur in the "
             f"training data ({'' if one else 'the first is '}`{rows.names[len(names)]}`) and cannot be "
-            f"predicted. {'It counts' if one else 'They count'} as false negatives."
+            f"predicted. {'Its' if one else 'Their'} occurrences count as false negatives."
         )
     return rows
 
@@ -421,7 +421,8 @@ def set_aside(rows: LabeledRows) -> tuple[LabeledRows, LabeledRows]:
     """Split samples into a training set and a validation set.
 
     The validation set is a tenth of the samples, but at least 200 (or a third of the samples, if that is
-    fewer) and at most 5000. Samples with and without labels are split in the same proportion.
+    fewer, but not fewer than 5) and at most 5000. Samples with and without labels are split in the same
+    proportion.
     """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
     count = min(5000, max(5, len(rows) // 10, min(200, len(rows) // 3)))

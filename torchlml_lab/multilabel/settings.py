@@ -21,6 +21,7 @@ RULES: tuple[RuleName, ...] = get_args(RuleName)
 
 Paths = Annotated[Path | tuple[Path, ...] | None, tyro.conf.arg(metavar="FILE [FILE ...]")]
 """Files, directories of files, or glob patterns."""
+Columns = Annotated[tuple[str, ...], tyro.conf.arg(metavar="COLUMN [COLUMN ...]")]
 
 EXPERIMENT = "multilabel"
 
@@ -32,22 +33,22 @@ class MultilabelSettings(TrainSettings):
     The samples can be a table (CSV, TSV, JSON lines or Parquet) with a label column and text or numeric
     columns, a text file in the svmlight or extreme-classification format, or a pair of SciPy .npz files. Text
     files may be gzipped. Multiple files, a directory or a pattern like 'part-*.csv' are read as one data set.
-    Without --valid, about a tenth of the samples is held out for validation. The final weights are those of
-    the epoch with the best validation nDCG@5.
+    Without --valid, a tenth of the samples (up to a third of a small data set) is held out for validation.
+    The final weights are those of the epoch with the best validation nDCG@5.
     """
 
     out: Path = Path("runs/multilabel")
     train: Paths = None
     """The training samples: one or more files, a directory, or a pattern in quotes."""
     valid: Paths = None
-    """Files with the validation samples, which are used to select the best epoch. By default, about a tenth
-    of `--train` is held out."""
+    """Files with the validation samples, which are used to select the best epoch. By default, a tenth of
+    `--train` is held out (at most 5000 samples), or up to a third if there are fewer than 2000 samples."""
     test: Paths = None
     """Files with the test samples. If given, the final model is evaluated on them after training. Otherwise,
     it is evaluated on the validation samples."""
     continue_from: Path | None = None
     """Directory of an earlier run. Training starts from its weights and uses its columns, inputs and labels.
-    New labels are added. Words and features that the earlier run does not know are ignored."""
+    New labels are added. Words and features that are not inputs of that run are ignored."""
     train_labels: Paths = None
     """The labels for `--train`, if it is an .npz file."""
     valid_labels: Paths = None
@@ -56,14 +57,14 @@ class MultilabelSettings(TrainSettings):
     """The labels for `--test`, if it is an .npz file."""
     label_names: Path | None = None
     """Text file with the names of numbered labels. Line i, counting from 0, is the name of label i."""
-    labels: tuple[str, ...] = ()
+    labels: Columns = ()
     """The column of a table that contains the labels, or one column of 0s and 1s for each label. By default,
     the columns are detected."""
     separator: str | None = None
     """The separator between labels in a cell. The default is the most common of `, ; |` and tab."""
-    texts: tuple[str, ...] = ()
+    texts: Columns = ()
     """The text columns. If neither `--texts` nor `--numbers` is given, both are detected."""
-    numbers: tuple[str, ...] = ()
+    numbers: Columns = ()
     """The numeric columns."""
     unlabeled: UnlabeledName = "auto"
     """Whether to `keep` or `skip` samples without labels. If they are kept, the model learns that a sample
@@ -80,8 +81,8 @@ class MultilabelSettings(TrainSettings):
     is the mean number of labels per sample, rounded to an integer."""
     model: ModelName = "combined"
     """`combined` adds the scores of a regularized linear model to the logits of a network, with coefficients
-    fitted on the validation samples. The linear model is left out if it does not fit in memory. `network`
-    uses only the network."""
+    fitted on the validation samples. The linear model is left out if its matrices would be too large.
+    `network` uses only the network."""
     hidden: int = 256
     """The size of the network's hidden layer. With 0, the network has no hidden layer."""
     dropout: float = 0.5
@@ -138,10 +139,11 @@ class PredictSettings:
     top: int | None = None
     """The number of labels to print for each sample. The default is 5, or all labels if there are fewer."""
     rule: RuleName | Literal["auto"] | None = None
-    """Print the labels that a rule chooses instead of a fixed number: `top-k` (the k of the run), `half`
-    (p > 0.5), `threshold` (p above a threshold fitted on the validation samples), `count` (a number predicted
-    for each sample), or `auto` (the rule with the best results on the validation samples). Except with
-    `half`, at least one label is chosen, unless the run was trained on samples without labels."""
+    """Print the labels that a rule chooses instead of the top labels: `top-k` (the k most probable labels,
+    with the k of the run), `half` (p > 0.5), `threshold` (p above a threshold fitted on the validation
+    samples), `count` (the most probable labels, where their number is predicted for each sample), or `auto`
+    (the rule with the best results on the validation samples). `half` may choose no labels. `threshold` and
+    `count` may choose no labels only if the run kept samples without labels."""
     out: Path | None = None
     """Also write the labels of all samples to this file, with one line per label (.csv) or one line per
     sample (.jsonl)."""
@@ -180,3 +182,22 @@ class SweepSettings(GridSettings):
     run: MultilabelSettings = field(default_factory=lambda: MultilabelSettings(model="network"))
     """The options of all runs, as for `torchlml train multilabel`, except that `--run.model` defaults to
     `network`."""
+
+
+@dataclass(frozen=True)
+class OneVsRestSettings:
+    """Fit one-vs-rest logistic regression for each C, and write the metrics of the best C to a CSV file."""
+
+    train: Path | None = None
+    """The training file, as for `torchlml train multilabel`."""
+    test: Path | None = None
+    """The test file."""
+    csv: Path = Path("one-vs-rest.csv")
+    """The CSV file to write. Results that it already contains are not computed again."""
+    keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
+    """The fractions of the training labels to keep. At least one label per sample is kept; `one` keeps
+    exactly one."""
+    seed: int = 0
+    """The seed for the random choice of the labels to keep."""
+    strengths: tuple[float, ...] = (1.0, 10.0, 100.0)
+    """The values to try for C, the inverse regularization strength. All labels use the same C."""

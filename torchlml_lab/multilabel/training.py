@@ -70,7 +70,7 @@ def run(
 
     Returns:
         The run with its best weights, and its samples. If the run was newly trained, the training samples
-        have no features and texts.
+        no longer contain features or texts.
     """
     settings = completed(settings)
     check(settings)
@@ -172,7 +172,7 @@ class LinearFit:
         )
         self.scores = self.part.scores(validation.inputs)
         self.final_part = self.part
-        # Both models have equal weights until `combine` chooses better ones at the end of training.
+        # Both models have equal weights until `combine` chooses better weights at the end of training.
         scale, shift = linear.fit_scale(loss, torch.from_numpy(self.scores).double(), label_lists(self.known))
         self.mixture = linear.Mixture(scale, 1.0, shift, 0.5)
 
@@ -181,7 +181,7 @@ class LinearFit:
         return LinearLogits(self.part, self.mixture)
 
     def final(self) -> LinearLogits:
-        """Return the linear part fitted on all samples, if it was refitted."""
+        """Return the final linear part, which `refit` may have fitted on all samples."""
         return LinearLogits(self.final_part, self.mixture)
 
     def combine(self, model: nn.Module) -> None:
@@ -308,7 +308,7 @@ def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSett
     """Replace the loss `lml` with `bce` if some training samples have no labels.
 
     LML fixes the sum of the probabilities at k, which would be 0 for a sample without labels. Such a sample
-    has no gradient, so the model could not learn when no label applies.
+    contributes no gradient, so the model could not learn that sometimes no label applies.
     """
     if settings.loss != "lml" or data.training.counts.all():
         return settings
@@ -335,7 +335,7 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
     rows, mean = len(data.training), float(data.training.counts.mean())
     source = "held out for" if settings.valid is None else "provided for"
     said = [
-        f"{rows} training samples with {mean:.1f} of {len(data.training.names)} labels on average. "
+        f"The {rows} training samples have {mean:.1f} of {len(data.training.names)} labels on average. "
         f"{len(data.validation)} more samples are {source} validation."
     ]
     if settings.continue_from is not None:
@@ -348,7 +348,8 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
     said.append(f"Training with the loss `{loss.name}`" + ("." if loss.k is None else f" and {each}."))
     if given.loss != loss.name:
         said.append(
-            f"`{given.loss}` needs at least one label per sample. Use `--unlabeled skip` to train with it."
+            f"It replaces `{given.loss}`, which needs at least one label per sample. To train with "
+            f"`{given.loss}`, use `--unlabeled skip`."
         )
     said.append(origin_of_k(settings.k, k, mean))
     return [*data.notes, *said]
@@ -391,7 +392,7 @@ def loss_of(settings: MultilabelSettings) -> LabelLoss:
         # These losses have no k, so `--k` applies only to predictions.
         if settings.k is not None and (settings.k == "labels" or settings.k < 1):
             raise BadInput(
-                f"`--k` must be at least 1 for the loss `{settings.loss}`, but it is {settings.k}."
+                f"`--k` must be a positive integer for the loss `{settings.loss}`, but it is {settings.k}."
             )
         return LabelLoss(settings.loss, empty=True)
     return loss_with_usual_k(settings.loss, settings.k)

@@ -69,7 +69,7 @@ def padded_items(have: Interactions, users: Tensor) -> Tensor:
 
 
 def some_users(have: Interactions, count: int) -> Interactions:
-    """Return the pairs of `count` random users, chosen independently of the run's seed.
+    """Return the user-item pairs of `count` random users, chosen independently of the run's seed.
 
     The names of all users and items are retained.
     """
@@ -83,7 +83,7 @@ def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Int
     """Hold out a fifth of the items of some users, chosen independently of the run's seed.
 
     Args:
-        have: All pairs.
+        have: All user-item pairs.
         count: The number of users to hold out items from. They are chosen from the users with at least two
             items, and every user keeps at least one item. If there are fewer such users, all are chosen.
         latest: Whether to hold out the last items of each user instead of random ones.

@@ -25,14 +25,14 @@ PENALTIES = (10.0, 30.0, 100.0, 300.0, 1000.0)
 USUAL_PENALTY = 200.0  # for large matrices, because trying each penalty requires a matrix inversion
 # If there are more users than this and more items than this, EASE uses `USUAL_PENALTY` and float32.
 MANY = 6_000
-# If the number of items (for EASE, also the number of users) exceeds this limit, only the most popular items
-# have weights. The time to fit EASE is cubic in this number.
+# If there are more items than this (for EASE, also more users than this), only this many of the most popular
+# items have weights. The time to fit EASE is cubic in this number.
 MOST = 50_000
-KEPT = 1_024  # the number of weights stored per item; all others are close to 0
+KEPT = 1_024  # the maximum number of weights stored per item; all others are close to 0
 LOW_PASS_WEIGHTS = (0.1, 0.3, 1.0)
 """The candidate weights for the low-pass term of the graph filter."""
 RANK = 512  # the maximum number of singular vectors in the low-pass term
-MOST_NUMBERS = 100_000_000  # the maximum number of entries in these vectors
+MOST_NUMBERS = 100_000_000  # the maximum total number of entries of these vectors
 ROWS = 256  # the number of matrix rows that are processed at a time
 
 
@@ -48,14 +48,16 @@ class Scores(NamedTuple):
 
 
 class ItemWeights(nn.Module):
-    """A model with the scores `scale * sum_i B_i`, where i runs over a user's items and B is items × items.
+    """A model with the scores `scale * sum_i B_i`, where i runs over a user's items.
+
+    B_i is row i of a weight matrix B of shape (items, items).
 
     Args:
         items: The number of items.
 
-    Only the `KEPT` largest entries of each row of B are stored, so a model with 40,000 items needs 0.3 GB
-    instead of 6.4 GB. Scores depend only on the history, so the model can score users who are not in the
-    training data.
+    Only the `KEPT` entries with the largest absolute values in each row of B are stored, so a model with
+    40,000 items needs 0.3 GB instead of 6.4 GB. Scores depend only on the history, so the model can score
+    users who are not in the training data.
     """
 
     def __init__(self, items: int) -> None:
@@ -76,7 +78,7 @@ class ItemWeights(nn.Module):
 
     @torch.no_grad()
     def set_weights(self, chosen: Tensor, blocks: Iterable[Tensor]) -> None:
-        """Store the largest entries of each row of a matrix over the chosen items.
+        """Store the entries with the largest absolute values in each row of a matrix over the chosen items.
 
         Args:
             chosen: The chosen items, in ascending order. The weights of all other items are not changed.

@@ -1,4 +1,4 @@
-"""Models that score items for users, and loading of trained models."""
+"""Models that score items for users, and functions that load trained models."""
 
 import dataclasses
 import math
@@ -62,7 +62,7 @@ def graph(have: Interactions) -> Graph:
 
 
 class _Propagation(torch.autograd.Function):
-    """`propagate` with its gradient. The matrix is symmetric, so the backward pass also calls `propagate`."""
+    """`propagate` as an autograd function. It is a symmetric linear map, so `backward` also calls it."""
 
     @staticmethod
     def forward(ctx: Any, user: Tensor, item: Tensor, pairs: Graph, layers: int) -> tuple[Tensor, Tensor]:
@@ -112,9 +112,9 @@ class MatrixFactorization(nn.Module):
         items: The number of items.
         dimension: The dimension of the vectors.
         temperature: The temperature, greater than 0. Published models use about 0.1.
-        level: The initial value of a learned constant that is added to all scores. It should be the log-odds
-            of a random item. It does not affect lml and softmax, but without it, bce would take at least an
-            epoch to learn the constant.
+        level: The initial value of a learned constant that is added to all scores. It should be about
+            the log-odds that a random user has a random item. It does not affect lml and softmax, but without
+            it, bce would take at least an epoch to learn the constant.
         pairs: The graph of the training data, which is required if `layers` is greater than 0.
         layers: The number of graph layers, as in LightGCN.
 

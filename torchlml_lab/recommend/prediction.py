@@ -54,7 +54,7 @@ def main(settings: PredictSettings) -> None:
     people, notes = find_people(settings, trained)
     strangers = sum(not known(person, trained) for person in people)
     if strangers:
-        are = "is unknown and gets" if strangers == 1 else "are unknown and get"
+        are = "cannot be scored and gets" if strangers == 1 else "cannot be scored and get"
         notes.append(f"{strangers} of {len(people)} users {are} the most popular items.")
     say(notes, console)
     everyone = recommendations(trained, people, settings.top)
@@ -65,7 +65,7 @@ def main(settings: PredictSettings) -> None:
                 settings.out.parent.mkdir(parents=True, exist_ok=True)
                 _write(settings.out, (one for some in (shown, everyone) for one in some))
     finally:
-        title = f"{settings.top} recommended items per user, epoch {trained.epoch}"
+        title = f"{settings.top} recommended items per user"
         heads = ("user", f"items with P(item in top k), k = {settings.top}, in %")
         table = plain_table(title, heads, left=2)
         for one in shown:

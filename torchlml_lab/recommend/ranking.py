@@ -19,7 +19,10 @@ ROWS = 128  # the number of users that are scored at a time
 
 
 class RankedItems(NamedTuple):
-    """The inputs of a ranking metric: the top items of each user, and the labels ranked below them."""
+    """The inputs of a ranking metric: the top items of each user, and the labels ranked below them.
+
+    The shapes refer to the arguments of `rank`.
+    """
 
     scores: Tensor
     """(R, most + L), the negative ranks. All labels below the top items share the next rank."""
@@ -144,7 +147,7 @@ def probabilities(scores: Tensor, k: float) -> Tensor:
 def calibration(
     score: Callable[[Batch], Tensor], batches: Iterable[Batch], k: float
 ) -> list[tuple[float, float]]:
-    """Compare the probabilities of the top items of every user with the outcomes.
+    """Compare the probabilities of the top `FIRST` items of every user with the outcomes.
 
     Args:
         score: Computes the scores (R, n) of all items for a batch.

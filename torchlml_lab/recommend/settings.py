@@ -18,9 +18,9 @@ Model = Literal["auto", Candidate]
 class RecommendSettings(TrainSettings):
     """Train a model that recommends items to users, from a file of users and their items; requires --train.
 
-    For validation, a fifth of the items is held out for a subset of the users. The final weights are those of
-    the epoch with the best Recall@20 on the held-out items. By default, four models are trained, and the
-    combination of them with the best Recall@20 is used.
+    For validation, a fifth of the items of some users is held out. The final weights are those of the epoch
+    with the best Recall@20 on the held-out items. By default, four models are trained, and the combination of
+    them with the best Recall@20 is used.
     """
 
     out: Path = Path("runs/recommend")
@@ -58,7 +58,8 @@ class RecommendSettings(TrainSettings):
     """The probability that an item is dropped from the autoencoder's input during training, at least 0 and
     less than 1."""
     penalty: float | None = None
-    """The L2 penalty of ease, greater than 0. By default, it is chosen on the validation users."""
+    """The L2 penalty of ease, greater than 0. By default, it is chosen on the validation users, or it is 200
+    if there are more than 6000 users and more than 6000 items."""
     epochs: int = 100
     """The maximum number of epochs."""
     patience: int = 5
@@ -84,7 +85,7 @@ class EvaluateSettings:
     """The run directory."""
     split: Literal["validation", "test"] | None = None
     """The held-out items to evaluate on: those held out for validation, or those in the run's test file. The
-    default is `test` if the run has a test file."""
+    default is `test` if the run has a test file, and `validation` otherwise."""
     data: Path | None = None
     """File with held-out items of the same users, in any format that `--train` accepts. If given, the model
     is evaluated on it instead of on a split."""
@@ -109,8 +110,8 @@ class PredictSettings:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""
     users: tuple[str, ...] = ()
-    """The names of the users. The default is all users in `--data` or, without `--data`, in the training
-    data."""
+    """The names of the users to recommend items to. The default is all users in `--data` or, without
+    `--data`, in the training data."""
     data: Path | None = None
     """File with additional items of known or new users, in any format that `--train` accepts."""
     top: int = 5
@@ -125,7 +126,7 @@ class PredictSettings:
 class SweepSettings(GridSettings):
     """Train with all combinations of models, losses, seeds and hyperparameters.
 
-    Finished runs are not repeated.
+    Finished runs are not repeated. Requires --run.train.
     """
 
     out: Path = Path("runs/recommend-sweep")

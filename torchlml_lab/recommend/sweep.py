@@ -175,7 +175,7 @@ def _recipes(
 def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> RankingRecord:
     """Return the record of a finished run."""
     validation = result["validation"]
-    test = result["test"] or dict.fromkeys(validation, math.nan)  # tuning runs have no test results
+    test = result["test"] or dict.fromkeys(validation, math.nan)  # tuning runs may have no test results
     return RankingRecord(
         model=settings.model,
         layers=settings.layers if settings.model in ("auto", "matrix-factorization") else 0,

@@ -308,7 +308,7 @@ def step_time(settings: LossTimesSettings) -> None:
         )
     size = loop.checked_size(settings, run.batch_size)
     data = read(run)
-    what = f"users and {len(data.training.items)} items, {run.model}"
+    what = f"users ({len(data.training.items)} items, {run.model})"
     loop.compare_steps(LOSSES, lambda loss: task(replace(run, loss=loss), data), settings, size, what)
 
 

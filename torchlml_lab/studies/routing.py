@@ -73,9 +73,9 @@ class LossFree(nn.Module):
 class Sinkhorn(nn.Module):
     """Choose experts by a balanced transport plan in training, and by the logits at inference.
 
-    The plan comes from Sinkhorn iterations (S-BASE, Clark et al., 2022). They do not cap its entries at 1,
-    although a token can use an expert only once. The weights are the softmax probabilities of the chosen
-    experts, scaled to sum to 1.
+    The plan comes from Sinkhorn iterations (S-BASE, Clark et al., 2022). If it is scaled so that the entries
+    of each token sum to k, some entries may exceed 1, although a token can use an expert only once. The
+    weights are the softmax probabilities of the chosen experts, scaled to sum to 1.
     """
 
     def __init__(self, experts: int, k: int) -> None:
@@ -231,9 +231,11 @@ class RoutingRecord:
     load: float
     """The load of the busiest expert, averaged over the steps of the interval; 1 is a fair share."""
     worst_load: float
+    """The largest load of an expert in any step of the interval."""
     validation_loss: float
     """The validation loss after the last step of the interval."""
     validation_load: float
+    """The load of the busiest expert on the validation data."""
     milliseconds: float
     """The median duration of a training step."""
     seconds: float
@@ -291,7 +293,7 @@ def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
 
 
 def lines(rows: Sequence[RoutingRecord]) -> Iterable[tuple[str, ...]]:
-    """Yield a line for each router: final loss, loads in the second half of training, and time per step."""
+    """Yield a table row for each router: final loss, loads in the second half of training, time per step."""
     for router in ROUTERS:
         own = [row for row in rows if row.router == router]
         if not own:

@@ -9,7 +9,7 @@ class DigitSettings:
     """The settings shared by both studies on images of digits."""
 
     images: int = 5000
-    """The number of training images, at least 100. The 2000 test images use other handwritten digits."""
+    """The number of training images, at least 100. The 2000 test images contain other handwritten digits."""
     epochs: int = 30
     """The number of epochs, at least 1."""
 
@@ -40,7 +40,7 @@ class WhichKSettings(DigitSettings):
 
 @dataclass(frozen=True)
 class RoutingSettings:
-    """Train a character-level model in which each token uses 2 of 16 experts, once per router and seed."""
+    """Train a character-level model for each router and seed. Each token uses 2 of the model's 16 experts."""
 
     seeds: int = 3
     """The number of repetitions with different weights and batches, at least 1."""
@@ -51,12 +51,12 @@ class RoutingSettings:
     csv: Path = Path("torchlml-routing.csv")
     """The CSV to write. Runs that it already contains are not repeated."""
     out: Path = Path("torchlml-routing.png")
-    """The PNG or SVG file to write. The table is written next to it as Markdown."""
+    """The PNG or SVG file for the figure. The table is written next to it as Markdown."""
 
 
 @dataclass(frozen=True)
 class MissingLabelsSettings:
-    """Train 17 methods on data with one observed label per sample, each tuned with the same procedure.
+    """Tune 17 methods with the same procedure, and train them with one observed label per sample.
 
     Results are saved to `tuning.csv` and `results.csv` as they become available. If the command is
     interrupted, run it again to continue.
@@ -73,7 +73,7 @@ class MissingLabelsSettings:
     seeds: int = 5
     """The number of repetitions with different observed labels and validation samples, at least 1."""
     steps: int = 300
-    """The number of training steps of each model, rounded to whole epochs."""
+    """The number of training steps per model, rounded to whole epochs."""
     minutes: float = 0.0
     """Stop after about this many minutes; repeat the command to continue. 0 means no limit."""
     threads: int = 1

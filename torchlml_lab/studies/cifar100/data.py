@@ -64,13 +64,13 @@ ArchivePart = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np
 
 
 def read_archive(path: Path) -> dict[str, ArchivePart]:
-    """Read the training and test parts.
+    """Read the training and test sets.
 
     Args:
         path: The directory `cifar-100-python`, its parent, or the file `cifar-100-python.tar.gz`.
 
     Returns:
-        The parts by name. A missing or damaged file raises `BadInput`, which names the file.
+        The sets by name. A missing or damaged file raises `BadInput`, which names the file.
     """
     if path.is_dir():
         folder = path if (path / "train").exists() else path / _FOLDER
@@ -114,7 +114,8 @@ def _part(path: Path, content: bytes) -> ArchivePart:
             raise ValueError("its `data` is not a 2-D array of bytes")
         if data.shape[1] != 3 * 32 * 32 or not len(data) == len(fine) == len(coarse) > 0:
             raise ValueError(
-                f"its `data` has shape {data.shape}, with {len(fine)} fine and {len(coarse)} coarse labels"
+                "its `data` must have shape (N, 3072) with N fine and N coarse labels, but it has shape "
+                f"{data.shape} with {len(fine)} fine and {len(coarse)} coarse labels"
             )
         for name, labels, classes in (("fine", fine, 100), ("coarse", coarse, 20)):
             if (
@@ -172,7 +173,7 @@ class Part:
 
 
 def read_images(path: Path) -> tuple[Part, Part]:
-    """Read the training and test parts of the official files; see `read_archive`."""
+    """Read the training and test sets from the official files; see `read_archive`."""
     parts = read_archive(path)
     train, test = (Part(*(torch.from_numpy(values) for values in parts[name])) for name in PARTS)
     return train, test
@@ -185,7 +186,7 @@ def read_features(path: Path) -> tuple[Part, Part]:
         path: The file.
 
     Returns:
-        The training and test parts. An invalid file raises `BadInput`.
+        The training and test sets. An invalid file raises `BadInput`.
     """
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:

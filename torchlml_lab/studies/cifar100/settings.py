@@ -27,8 +27,8 @@ class Cifar100Settings(TrainSettings):
     The defaults for images follow the published recipe (Berrada et al. 2018): DenseNet 40-40 and SGD with
     Nesterov momentum 0.9, weight decay 1e-4 and batches of 64. The learning rate is 0.1, divided by ten after
     half and three quarters of 300 epochs. Images are randomly cropped and mirrored. For validation, 5000
-    training images with clean labels are held out. The epoch with the best top-5 accuracy on them is tested.
-    The defaults for --features do not come from this recipe.
+    training images with clean labels are held out. The epoch with the best top-k accuracy on them is
+    evaluated on the test images. With --features, the defaults are 10 epochs and batches of 500.
     """
 
     out: Path = Path("runs/cifar100")
@@ -39,8 +39,8 @@ class Cifar100Settings(TrainSettings):
     network: Literal["densenet-40-40", "small-cnn"] | None = None
     """The network for images: densenet-40-40 as published (the default), or small-cnn for a CPU."""
     head: Literal["small", "wide"] | None = None
-    """The head on features: one hidden layer with dropout (the default), or two wide layers that can memorize
-    wrong labels (with `--weight-decay 0` and many epochs)."""
+    """The head on features: `small` (the default) has one hidden layer and dropout, and `wide` has two wide
+    layers, which can memorize wrong labels with `--weight-decay 0` and many epochs."""
     loss: Loss = "lml"
     """The loss function; bce treats every label except the observed one as absent."""
     k: int = 5
@@ -99,7 +99,7 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps with a run's settings, alternating between the losses on the same samples."""
+    """Time training steps with each loss, on the same samples and with a run's settings."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""

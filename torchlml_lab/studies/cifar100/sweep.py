@@ -42,11 +42,13 @@ class AccuracyRecord:
     test_top1: float
     test_topk: float
     train_top1: float
-    """Measured, like `train_topk`, on noisy training labels after the last epoch; 1 if all are memorized."""
+    """Top-1 accuracy on the noisy training labels after the last epoch; 1 if all labels are memorized."""
     train_topk: float
+    """Top-k accuracy on the noisy training labels after the last epoch."""
     last_top1: float
-    """Measured, like `last_topk`, on the validation samples after the last epoch; their labels are clean."""
+    """Top-1 accuracy on the validation samples, which have clean labels, after the last epoch."""
     last_topk: float
+    """Top-k accuracy on the validation samples after the last epoch."""
     seconds: float
 
     @property

@@ -293,7 +293,7 @@ class _Transition(nn.Module):
 
 
 def small_cnn(classes: int) -> nn.Module:
-    """Build a CNN with five convolutions and 5 million multiplications per image, for use without a GPU."""
+    """Build a CNN with five convolutions and 6 million multiplications per image, for use without a GPU."""
     parts: list[nn.Module] = []
     channels = 3
     for more, stride in ((32, 2), (64, 2), (128, 2), (128, 1), (256, 2)):

@@ -55,7 +55,7 @@ def make(
         test: The number of test images.
         condition: "uniform" (each digit in an image is equally likely to be observed) or "skewed".
         seed: The random seed. The same seed gives the same images in both conditions.
-        varying: Whether the images show a random number of digits from 1 to k, with the rest left blank.
+        varying: Whether the images show a random number of digits from 1 to k. Unused positions are blank.
 
     Returns:
         The training and the test images.
@@ -127,7 +127,7 @@ COLUMNS = (
     (
         "calibration_error",
         "calibration",
-        "mean difference between p and the fraction of digits that are present; 0 is best",
+        "mean absolute difference between p and the fraction of digits that are present; 0 is best",
         3,
     ),
 )
@@ -141,7 +141,7 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
 
     Args:
         p: (N, 10), the probability that each digit is in the image.
-        ranking: (N, 10), the scores that rank the digits: the logits, which differ even where p rounds to 1.
+        ranking: (N, 10), the scores that rank the digits. Pass logits, which differ even where p rounds to 1.
         images: The test images.
 
     Returns:
@@ -201,7 +201,7 @@ Index = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """A loss function for logits (rows, 10) and observed labels, and its map from logits to probabilities."""
+    """A loss for logits (rows, 10) and observed labels, and the matching map from logits to probabilities."""
 
     name: str
     meaning: str
@@ -340,7 +340,7 @@ def fit(
             yield row, batch
 
     def mean_loss(model: nn.Module, where: Index) -> Tensor:
-        # Each network averages over its own batch, so its gradient does not depend on the other networks.
+        # The mean losses of the networks are summed, so the gradient of one does not depend on the others.
         return loss(model(x[where]), where).sum() / where[1].shape[1]
 
     for _ in range(epochs):

@@ -63,10 +63,10 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
 def limits(seeds: int, k: int) -> str:
     """Return a paragraph about the limitations of the demo."""
     return (
-        f"Limitations: the images are small, and only one small network is trained, with {seeds} seeds. All "
-        f"losses use the same optimizer settings, which were not tuned for any of them. Every image shows "
-        f"exactly k = {k} digits, and LML and truncated entropy use this k. `torchlml which-k` measures the "
-        "effect of a wrong k and of a varying number of labels."
+        f"This demo is limited: the images are small, and only one small network is tested, with {seeds} "
+        f"seeds. All losses use the same optimizer settings, which were not tuned for any of them. Every "
+        f"image shows exactly k = {k} digits, and LML and truncated entropy use this k. `torchlml which-k` "
+        "measures the effect of a wrong k and of a varying number of labels."
     )
 
 

@@ -1,4 +1,4 @@
-"""`torchlml which-k`: measure how a wrong k affects LML if the number of labels is constant or varies."""
+"""`torchlml which-k`: measure how a wrong k affects LML, with a constant and a varying number of labels."""
 
 import time
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class WhichKRecord:
     """The k shared by all rows, or 0 for methods without a shared k."""
     seed: int
     recall: float
-    """The fraction of digits in an image that are among its top m, where m is their number."""
+    """The fraction of the m digits in an image that are among the m digits with the largest logits."""
     exact: float
     """The fraction of images where exactly the digits in the image have p > 0.5."""
     count: float

@@ -23,7 +23,7 @@ FOLDERS = {
 """The data sets in the order of the study, and the subdirectory of `--data` that contains each."""
 
 PUBLISHED = ("voc2012",)
-"""The data sets with published observed labels."""
+"""The data sets for which Cole et al. (2021) published observed labels."""
 
 VALIDATION = 0.2  # fraction of the training samples; all labels of these samples are observed
 TEST = 0.3  # fraction of all samples, for data without an official split

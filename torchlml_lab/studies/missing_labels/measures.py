@@ -39,7 +39,7 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def recall_at(scores: Tensor, labels: Tensor, k: int) -> float:
-    """Compute the fraction of a sample's labels among its k largest scores, averaged over samples."""
+    """Compute the fraction of a sample's labels that are among its top k, averaged over samples."""
     found = labels.gather(-1, scores.topk(k, -1).indices).sum(-1)
     return float((found / labels.sum(-1)).mean())
 
@@ -58,7 +58,7 @@ def calibration_error(p: Tensor, labels: Tensor) -> float:
 
 
 def f1_score(chosen: Tensor, labels: Tensor) -> float:
-    """Compute the micro-averaged F1 of the chosen entries. It is 0 without choices and labels."""
+    """Compute the micro-averaged F1 of the chosen entries. It is 0 if there are no choices and no labels."""
     hits, pairs = int((chosen & labels).sum()), int(chosen.sum()) + int(labels.sum())
     return 2 * hits / pairs if pairs else 0.0
 

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     k: Tensor
     """(samples,): the number of labels that the method expects for each sample."""
     weight: Tensor
-    """(configurations,): the weight in the method's loss, see `Method.weights`."""
+    """(configurations,): the weight in the method's loss (see `Method.weights`)."""
     labels: Tensor
     """(samples, labels), bool: all labels, for the reference methods only."""
     estimates: Tensor | None = None
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
     @property
     def target(self) -> Tensor:
-        """(configurations, samples): the observed labels, as `torchlml` losses expect them."""
+        """(configurations, samples): the observed labels, in the shape that `torchlml` losses expect."""
         return self._index[..., 0]
 
     @property
@@ -87,9 +87,10 @@ def _expected_positive(x: Tensor, observed_x: Tensor, batch: Batch) -> Tensor:
 
 
 def expected_positive(batch: Batch) -> Tensor:
-    """EPR: the loss of the observed labels, plus weight * ((mean number of predicted labels - k) / L)^2.
+    """EPR: the loss of the observed labels, plus weight * ((s - k) / L)^2.
 
-    L is the total number of labels.
+    s is the sum of a sample's probabilities, k is its expected number of labels (both are averaged over the
+    batch), and L is the total number of labels.
     """
     return _expected_positive(batch.x, batch.observed_x, batch)
 
@@ -97,7 +98,7 @@ def expected_positive(batch: Batch) -> Tensor:
 def online_estimation(batch: Batch) -> Tensor:
     """ROLE: the loss of a classifier and a table of label estimates.
 
-    The classifier and the estimates are each trained on the other's probabilities and with EPR.
+    The classifier and the estimates are each trained with EPR and with the other's probabilities as targets.
     """
     x, estimates = batch.x, batch.estimates
     assert estimates is not None

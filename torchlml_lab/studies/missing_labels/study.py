@@ -99,9 +99,11 @@ class ResultRecord:
     slope: float
     offset: float
     fitted_brier: float
-    """Computed, like the next two metrics, after recalibration with `slope` and `offset`."""
+    """The Brier score after recalibration with `slope` and `offset`."""
     fitted_ece: float
+    """The calibration error after recalibration."""
     fitted_f1: float
+    """Micro-F1 of the labels with p > 0.5, after recalibration."""
     threshold: float
     threshold_f1: float
     """Micro-F1 of the labels with p > `threshold`, after recalibration."""
@@ -454,7 +456,7 @@ def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
     """Compute missing cells until the time limit is reached, and return the number of remaining cells."""
     start, limit = time.monotonic(), 60 * study.settings.minutes
     with ProgressBar(console) as progress, use_threads(study.settings.threads):
-        task = progress.add_task("cells", total=len(todo))
+        task = progress.add_task("parts", total=len(todo))
         for number, cell in enumerate(todo):
             if study.complete(cell):
                 progress.advance(task)

@@ -84,7 +84,7 @@ def _names(path: Path) -> tuple[list[str], list[str]]:
     for key in ("idx_to_label", "idx_to_predicate"):
         numbered = dicts.get(key)
         if not isinstance(numbered, dict) or set(numbered) != {str(i + 1) for i in range(len(numbered))}:
-            raise BadInput(f"`{path}`: `{key}` must map each number, starting at 1, to a name.")
+            raise BadInput(f"`{path}`: `{key}` must map consecutive numbers, starting at 1, to names.")
         lists.append([str(numbered[str(i + 1)]) for i in range(len(numbered))])
     return lists[0], lists[1]
 

@@ -1,7 +1,7 @@
 """MotifNet-LeftRight (Zellers et al. 2018) for predicate classification with given boxes and object labels.
 
-This module also computes the network's frequency bias, which depends on how often each relation occurs
-between two object classes, and reads word vectors for the initial object embeddings.
+This module also computes the network's frequency bias, which depends on how often each predicate connects
+two object classes, and reads word vectors for the initial object embeddings.
 """
 
 import zipfile
@@ -93,9 +93,9 @@ class MotifNet(nn.Module):
 class _SmallConvolution(nn.Conv2d):
     """A 3 x 3 convolution with stride 2, applied to flattened images.
 
-    It is computed as one product of the images with a matrix. The matrix contains the convolutions of the
-    unit images, of which there are far fewer than edges. For a large number of tiny images, the backward pass
-    of a direct convolution takes twice as long.
+    It is computed as a single matrix product. The rows of the matrix are the convolutions of unit images (one
+    entry is 1, and all others are 0), of which there are far fewer than edges. For a large number of tiny
+    images, the backward pass of a direct convolution takes twice as long.
     """
 
     def __init__(self, channels: int, more: int, side: int) -> None:
@@ -112,7 +112,7 @@ class _SmallConvolution(nn.Conv2d):
 
 
 class _Context(nn.Module):
-    """A bidirectional LSTM over the boxes of an image, from left to right, with one output vector per box."""
+    """A bidirectional LSTM over the boxes of an image, sorted from left to right, with one output per box."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()

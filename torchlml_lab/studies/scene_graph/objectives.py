@@ -110,7 +110,7 @@ class Method(NamedTuple):
 
 
 def method_of(objective: Objective, k: int) -> Method:
-    """Return the method for an objective and k. If the objective does not take k, it is ignored."""
+    """Return the method for an objective and k. If the objective does not take k, then k is ignored."""
     return Method(objective, k if takes_k(objective) else None)
 
 

@@ -19,7 +19,7 @@ EXPERIMENT = "scene-graph"
 class SceneGraphSettings(TrainSettings):
     """Train MotifNet-LeftRight to predict the relations between given objects; requires --vg or --vrd.
 
-    Boxes and object labels are given (predicate classification). Without --region-features the model has no
+    Boxes and object labels are given (predicate classification). Without --region-features, the model has no
     visual input. After every epoch, it is evaluated on the validation images and on an equal number of
     training images. The epoch with the best validation recall (the mean of R@20, R@50 and R@100, with and
     without the graph constraint) is evaluated on the test images.
@@ -31,19 +31,22 @@ class SceneGraphSettings(TrainSettings):
     vrd: Path | None = None
     """The VRD directory: `annotations_{train,test}.json`, `objects.json` and `predicates.json`."""
     objective: Objective = "lml"
-    """The loss function. `softmax` applies to each edge, as in Motifs; the others apply to a whole image."""
+    """The loss function. `softmax` classifies each edge (ordered pair of objects) separately, as in Motifs.
+    The others apply to all edges of an image together."""
     k: int = 20
     """The number of relations per image that lml and truncated-entropy predict in training, at least 1."""
     one_per_edge: bool = False
-    """In each step, train on one random relation per edge, as softmax does, instead of all relations."""
+    """In each step, train on one random relation per edge, as `softmax` always does, not on all relations."""
     glove: Path | None = None
-    """GloVe vectors for label embeddings: the official text file, or an npz file (`names` and `vectors`)."""
+    """GloVe vectors for label embeddings: the official text file, or an npz file of `names` and `vectors`."""
     counts: Path | None = None
-    """An npz file with counts for the frequency bias: `subject`, `object`, `predicate` (from 1), `count`."""
+    """An npz file with counts for the frequency bias. It contains the integer arrays `subject`, `object` and
+    `predicate`, which are numbered from 1, and `count`."""
     leave_one_out: bool = False
     """During training, exclude each image from the counts for its own frequency bias."""
     without_bias: bool = False
-    """Train without a frequency bias. By default, the bias is computed from the training images."""
+    """Train without the frequency bias, which favors predicates that often connect the two object classes.
+    By default, the bias is computed from the training images."""
     region_features: Path | None = None
     """Features from an object detector: an HDF5 file with `boxes` and `unions` in one group per image."""
     validation: int = 300
@@ -78,15 +81,16 @@ class SweepSettings(GridSettings):
     methods: tuple[str, ...] = METHODS
     """The loss functions: softmax, bce, lml-K or truncated-entropy-K, where K is the number of relations."""
     biases: tuple[Bias, ...] = ()
-    """The frequency biases for each method: counted (on training images), leave-one-out (without the image
-    itself), outside (from `--run.counts`) or none. By default, the `--run` options determine the bias."""
+    """The frequency biases to try with each method. By default, the `--run` options determine the bias.
+    `counted` uses counts from the training images, `leave-one-out` excludes the current image from them, and
+    `outside` uses `--run.counts`."""
     once: tuple[str, ...] = ()
     """The methods to run with the first seed only."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds for each method."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep. Each method and bias uses the learning rate that was best on validation in
-    that sweep. A k that was not tuned uses the rate of the nearest k with the same loss."""
+    """The CSV of an earlier sweep. Each method and bias uses the rate with the best validation recall there.
+    A k that was not tuned uses the rate of the nearest k with the same loss."""
     run: SceneGraphSettings = field(default_factory=SceneGraphSettings)
     """The settings shared by all runs, as for `torchlml train scene-graph`."""
 
@@ -96,9 +100,9 @@ class MovedData:
     """The new paths of a run's data; only data that has moved since training needs an option."""
 
     vg: Path | None = None
-    """The path of the Visual Genome directory, if it has moved or no run is given."""
+    """The Visual Genome directory, needed only if it has moved or no run is given."""
     vrd: Path | None = None
-    """The path of the VRD directory, if it has moved or no run is given."""
+    """The VRD directory, needed only if it has moved or no run is given."""
     glove: Path | None = None
     """The new path of the GloVe vectors, if they have moved."""
     counts: Path | None = None
@@ -121,7 +125,7 @@ class EvaluateSettings(MovedData):
 
 @dataclass(frozen=True)
 class ObjectiveTimesSettings(StepTimeSettings, MovedData):
-    """Time training steps with each loss on the same images, taken from a run, --vg or --vrd."""
+    """Time training steps with each loss on the same images, which come from a run's data, --vg or --vrd."""
 
     run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """A run directory that provides the data and settings; not needed with --vg or --vrd."""
@@ -136,8 +140,8 @@ class PredictSettings(MovedData):
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
     image: str | None = None
-    """The image, from any split: its `image_id` in VG or its file name in VRD. By default, the test image
-    with the most relations among those with few objects."""
+    """The image, from any split: its `image_id` in VG or its file name in VRD.
+    By default, the test image with the most relations among those with few objects."""
     relations: int = 10
     """The number of relations to print and draw, from 1 to 50."""
     out: Path = Path("torchlml-figures/scene-graph-prediction.png")
