@@ -30,7 +30,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "ARCHITECTURE.md": "architecture.md",
 }
-# Site pages that correspond to sections of README.md.
+# Site pages that replace links to sections of README.md.
 SECTIONS = {
     "install": "install.md",
     "losses": "choosing-a-loss.md",
@@ -53,11 +53,13 @@ KINDS = {".md", ".png", ".svg", ".csv"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 OUTSIDE = ("https://", "http://", "mailto:", "#")
+SUMMARIES: dict[str, str] = {}
+"""The summary of each page, by its address on the site. Search results and llms.txt show them."""
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def elsewhere() -> dict[str, str]:
-    """Return the site files that are outside docs/, as a mapping from site name to repository path."""
+    """Map the site name of each file from outside docs/ to its path in the repository."""
     found = {site: path for path, site in PAGES.items() if (ROOT / path).is_file()}
     for path in sorted((ROOT / "results").rglob("*")):
         if path.is_file() and path.suffix in KINDS:
@@ -162,13 +164,32 @@ def _site_name(path: str, anchor: str) -> str:
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the formulas of a page with MathML, and label the cells of its tables for narrow screens."""
+    """Set the description of a page, replace its formulas with MathML, and label the cells of its tables."""
 
     def formula(match: re.Match[str]) -> str:
         display = "inline" if match[2] == "(" else "block"
         return convert(html.unescape(match[3]), display=display)
 
+    summary = _summary(content)
+    if summary and not page.is_homepage:  # the home page has the description of the site
+        page.meta["description"] = html.escape(summary)  # the theme does not escape it
+        SUMMARIES[page.file.dest_uri] = summary
     return TABLE.sub(_label_cells, FORMULA.sub(formula, content))
+
+
+def _summary(content: str) -> str:
+    """Return the first sentences of a page's first paragraph or list item, as plain text."""
+    for match in re.finditer(r"<(p|li)>(.*?)</\1>", content, re.DOTALL):
+        text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", match[2])).split())
+        if not text:
+            continue  # an image
+        first, *others = re.split(r"(?<=\.) ", text)
+        for sentence in others:
+            if len(first) > 60 and len(first) + len(sentence) > 200:
+                break
+            first += f" {sentence}"
+        return re.sub(":$", ".", first)
+    return ""
 
 
 def _label_cells(match: re.Match[str]) -> str:
@@ -207,7 +228,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def absolute_preview(page: str, site_url: str) -> str:
-    """Return a page whose preview image has an absolute URL, as most services require."""
+    """Return the page with an absolute URL for its preview image, as most services require."""
     return page.replace(
         'property="og:image" content="../', f'property="og:image" content="{site_url.rstrip("/")}/'
     )
@@ -222,5 +243,6 @@ def _listed(entries: list[Any]) -> list[str]:
             found += _listed(content)
         else:
             address = re.sub(r"README(?=\.md$)", "index", content).removesuffix(".md").removesuffix(".html")
-            found.append(f"- [{title}]({address}.html)")
+            summary = SUMMARIES.get(f"{address}.html")
+            found.append(f"- [{title}]({address}.html)" + (f": {summary}" if summary else ""))
     return found

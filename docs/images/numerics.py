@@ -16,10 +16,10 @@ HERE = Path(__file__).parent
 
 
 def parts(x: Tensor, k: float, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of the residual S - k = c + P - Q for every nu.
+    """Return the terms c, P and Q of the residual S - k = c + P - Q for every nu.
 
-    The number of entries y above 1/2 is c + k. P is the sum of the other entries, and Q is the sum of 1 - y
-    over the entries above 1/2.
+    For y = sigmoid(x + nu), c + k is the number of entries above 1/2. P is the sum of the other entries, and
+    Q is the sum of 1 - y over the entries above 1/2.
     """
     z = x + nu.unsqueeze(-1)
     t = torch.sigmoid(-z.abs())
@@ -28,7 +28,7 @@ def parts(x: Tensor, k: float, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def nearer_integer(figure: Figure) -> None:
     """Show entries measured from the nearer of 0 and 1, and the residual of a row whose logits have a gap."""
-    # The axis of the left panel is broken: the interesting parts are near 0 and near 1.
+    # The y-axis of the left panel is broken, because all entries are near 0 or near 1.
     grid = figure.add_gridspec(2, 2, hspace=0.06)
     top, bottom = (figure.add_subplot(grid[place, 0]) for place in (0, 1))
     _draw_entries(top, bottom)
@@ -44,7 +44,7 @@ def _draw_entries(top: Axes, bottom: Axes) -> None:
                 axes.plot([i, i], [base, each], color=color, linewidth=9, solid_capstyle="butt")
                 axes.plot(i, each, "o", color=INK, markersize=4)
         axes.set_xlim(-0.6, 7.6)
-    top.set(title="Count from the nearer integer", ylim=(0.79, 1.02), xticks=[], yticks=(0.8, 0.9, 1.0))
+    top.set(title="Distance to the nearer integer", ylim=(0.79, 1.02), xticks=[], yticks=(0.8, 0.9, 1.0))
     bottom.set(xlabel="entry", ylabel="y", ylim=(-0.02, 0.21), yticks=(0.0, 0.1, 0.2))
     bottom.yaxis.set_label_coords(-0.13, 1.05)
     top.spines["bottom"].set_visible(False)
@@ -52,15 +52,15 @@ def _draw_entries(top: Axes, bottom: Axes) -> None:
         axes.plot(
             0, y, marker=[(-1, -0.6), (1, 0.6)], color=INK, ms=7, transform=axes.transAxes, clip_on=False
         )
-    top.text(2.6, 0.9, "missing from 1: Q", color=BLUE, va="center")
-    bottom.text(4.3, 0.13, "above 0: P", color=VERMILION, va="center")
+    top.text(2.6, 0.9, "1 \u2212 y, which sum to Q", color=BLUE, va="center")
+    bottom.text(4.3, 0.13, "y, which sum to P", color=VERMILION, va="center")
 
 
 def _draw_residual(axes: Axes) -> None:
     gaps = torch.linspace(2, 60, 200, dtype=torch.float64)
     rows = torch.zeros(len(gaps), 100, dtype=torch.float64)
     rows[:, :5] = gaps.unsqueeze(-1)
-    nu = -gaps / 2 + 0.5  # half a unit away from the middle of the gap
+    nu = -gaps / 2 + 0.5  # the threshold -nu is 0.5 below the middle of the gap
     c, p, q = (
         torch.stack(each)
         for each in zip(*(parts(x, 5, n) for x, n in zip(rows, nu, strict=True)), strict=True)
@@ -86,9 +86,9 @@ def log_ratio(figure: Figure) -> None:
     c, p, q = parts(x, k, nu)
     root = torchlml.lml_dual(x, k).item()
     left.plot(nu, c + p - q, color=VERMILION, linewidth=2)
-    left.set(title="S \u2212 k: a flat step around the root", xlabel="ν", ylabel="S \u2212 k")
+    left.set(title="S \u2212 k: flat around the root", xlabel="ν", ylabel="S \u2212 k")
     right.plot(nu, (p + c.clamp(min=0)).log() - (q + (-c).clamp(min=0)).log(), color=BLUE, linewidth=2)
-    right.set(title="log A \u2212 log B: a line, one step", xlabel="ν", ylabel="log A \u2212 log B")
+    right.set(title="log A \u2212 log B: linear around the root", xlabel="ν", ylabel="log A \u2212 log B")
     for axes in (left, right):
         axes.axhline(0, color=GREY, linewidth=0.8)
         axes.plot(root, 0, "o", color=INK, markersize=5)
@@ -99,14 +99,12 @@ def log_ratio(figure: Figure) -> None:
     landed = (at - value / slope).item()
     right.plot(at.item(), value.item(), "o", color=VERMILION)
     right.plot(landed, 0, "o", color=VERMILION, markersize=9, fillstyle="none")
-    right.annotate(
-        "from here ...", (at.item(), value.item()), (-60, -2), textcoords="offset points", color=VERMILION
-    )
-    right.annotate("... to here", (landed, 0), (10, -12), textcoords="offset points", color=VERMILION)
+    right.annotate("start", (at.item(), value.item()), (-32, -2), textcoords="offset points", color=VERMILION)
+    right.annotate("after one step", (landed, 0), (10, -12), textcoords="offset points", color=VERMILION)
 
 
 def a_pair(figure: Figure) -> None:
-    """Show the error of y in float32 as a function of the shift of the logits."""
+    """Show the error of y in float32 against a shift of all logits, with nu as one number and as a pair."""
     axes = figure.subplots()
     torch.manual_seed(0)
     x = torch.randn(1000, dtype=torch.float64)

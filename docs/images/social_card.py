@@ -1,4 +1,4 @@
-"""Draw social-card.png, the preview image of shared links: `python docs/images/social_card.py`.
+"""Draw social-card.png, the preview image of links to the site: `python docs/images/social_card.py`.
 
 The image shows the logits of the first example in the playground.
 """
@@ -28,7 +28,7 @@ def start_logits() -> list[float]:
 
 
 def draw(picture: Path) -> None:
-    """Draw softmax times k next to LML, at 1200 x 630 pixels."""
+    """Draw bar charts of softmax times k and of LML next to each other, at 1200 x 630 pixels."""
     x = torch.tensor(start_logits(), dtype=torch.float64)
     figure = Figure(figsize=(12, 6.3), dpi=100, facecolor="white")
     figure.text(0.05, 0.87, "Select k of n, with gradients", fontsize=40, fontweight="bold", color=INK)

@@ -24,12 +24,12 @@ best = -linprog(
     bounds=[(0, float(a)) for a in allowed.flatten()],
 ).fun
 top = torch.where(allowed, fit, -1).topk(K).indices
-print(f"best assignment: {best:.2f}")
+print(f"best assignment: total fit {best:.2f}")
 print(f"top 3 for each paper: the busiest reviewer has {top.flatten().bincount().max()} papers")
 for temperature in (0.1, 0.01, 0.001):
     y = torchlml.balanced_lml(fit / temperature, K, MOST, mask=allowed, bound="at_most")
     hard = y.topk(K)
     load = hard.indices.flatten().bincount().max()
     total = fit.gather(1, hard.indices).sum()
-    print(f"temperature {temperature:5.3f}: soft {(y * fit).sum():.2f}, hard {total:.2f}", end=", ")
-    print(f"the busiest reviewer has {load} papers")
+    print(f"temperature {temperature:5.3f}: total fit {(y * fit).sum():.2f} (soft)", end=", ")
+    print(f"{total:.2f} (hard), the busiest reviewer has {load} papers")

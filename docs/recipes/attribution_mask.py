@@ -1,4 +1,4 @@
-"""Attribution masks: rank millions of units by training one mask, with a random number of units per step."""
+"""Attribution masks: rank millions of units by training one score per unit, with a random k in each step."""
 
 import torch
 
@@ -12,7 +12,7 @@ effect[relevant] = torch.linspace(10, 2, RELEVANT)  # the effect of a unit on th
 
 scores = torch.zeros(UNITS, requires_grad=True)
 for step in range(61):
-    # Small and large masks are equally frequent.
+    # After the first step, log(k) is uniform, so that small and large masks are equally frequent.
     k = 5 if step == 0 else int(10 ** (1 + 3 * torch.rand(()).item()))
     mask = torchlml.lml(scores, k)
     output = mask @ (effect + torch.randn(UNITS))  # measured effects are noisy

@@ -1,4 +1,4 @@
-"""Candidate sets: draw slates of k items, and compare the joint distribution with independent draws."""
+"""Candidate sets (slates): draw sets of k items, and compare their distribution with independent draws."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exploration: show k of n items, observe clicks on the shown items only, and learn without bias."""
+"""Exploration: show a slate of k items, observe clicks on these items only, and learn without bias."""
 
 import torch
 
@@ -11,7 +11,7 @@ best = clicks.topk(k).values.sum().item()
 
 
 def learn(explore):
-    """Train a ranking and return its expected clicks per slate."""
+    """Train a ranking, and return the expected number of clicks on its top k items."""
     logits = torch.zeros(items, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.05)
     for _ in range(400):

@@ -5,7 +5,7 @@ import torch
 import torchlml
 
 torch.manual_seed(0)
-scores = torch.randn(4, 1000)  # scores of 4 queries and 1000 labels from a dual encoder
+scores = torch.randn(4, 1000)  # scores of 1000 labels for each of 4 queries, from a dual encoder
 positive = torch.zeros(4, 1000, dtype=torch.bool)
 positive[torch.arange(4), torch.randint(1000, (4,))] = True
 alpha, k = 20.0, 5
@@ -22,5 +22,5 @@ print(f"loss from log_lml: {loss.item():.4f}")
 # Or in one call, which stores only the scores for the backward pass.
 print(f"lml_loss:          {torchlml.lml_loss(alpha * scores, positive, k).item():.4f}")
 
-# There is no number of bisection steps to choose, even if alpha is large.
+# The number of steps does not have to be chosen, even if alpha is large.
 print("sums:", [round(each, 5) for each in torchlml.lml(1e4 * scores, k).sum(-1).tolist()])

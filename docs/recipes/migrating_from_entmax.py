@@ -1,4 +1,4 @@
-"""Migrating from entmax: budget and sparsemax layers, plus caps, -inf entries and accurate half precision."""
+"""Migrating from entmax: replace sparsemax and budget layers, and use caps and -inf entries."""
 
 import torch
 
@@ -20,11 +20,11 @@ show("a budget of 2", torchlml.constrained_sparsemax(x, 2))
 # before: y = entmax.budget_bisect(x, budget=torch.tensor([[1.5], [3.0]]))
 show("a budget per row", torchlml.constrained_sparsemax(x, torch.tensor([1.5, 3.0])))
 
-# entmax has no equivalent of the next two calls
+# entmax has no equivalent of the next two calls.
 show("a cap per entry", torchlml.constrained_sparsemax(x, 2, upper=torch.tensor([0.5, 1.0, 1.0, 1.0])))
 show("with -inf", torchlml.constrained_sparsemax(torch.tensor([[1.0, 0.5, -torch.inf]]), 1))
 
-# Unlike sparsemax, lml has a nonzero gradient even for a clear decision:
+# Unlike constrained sparsemax, lml has a nonzero gradient even if the scores are well separated.
 sharp = torch.tensor([4.0, 3.0, -3.0, -4.0], requires_grad=True)
 for layer in (torchlml.constrained_sparsemax, torchlml.lml):
     (gradient,) = torch.autograd.grad(layer(sharp, 2)[1], sharp)

@@ -1,4 +1,4 @@
-"""Migrating from thomasahle's TopK gist: the same operator, without a limited search interval."""
+"""Migrating from thomasahle's TopK gist: the same operator, without a fixed search interval."""
 
 import torch
 

@@ -20,7 +20,7 @@ def sigmoids(logits, label):
 
 
 losses = {
-    "sigmoids": sigmoids,
+    "BCE": sigmoids,
     "cross-entropy": F.cross_entropy,
     "LML": lambda logits, label: torchlml.lml_loss(logits, label, k),
 }

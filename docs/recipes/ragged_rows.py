@@ -8,11 +8,11 @@ from torchlml.metrics import TopKRecall
 
 torch.manual_seed(0)
 predicates, k = 10, 6
-rule = torch.randn(12, predicates)  # weights that give the true scores of relations; unknown to the model
+rule = torch.randn(12, predicates)  # weights of the true scores of all relations, unknown to the model
 
 
 def images(count):
-    """Return the pairs of all images in one tensor, the offsets of their scores, and observed relations."""
+    """Return the features of all pairs, the offsets of each image's scores, and the observed relations."""
     pairs, ends, observed = [], [0], []
     for objects in torch.randint(3, 9, (count,)).tolist():
         pair = torch.randn(objects * (objects - 1), 12)

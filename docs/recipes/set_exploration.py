@@ -1,4 +1,4 @@
-"""Top-k with exploration: learn which k items work well together, from the reward of whole sets."""
+"""Rewards for whole sets: learn which k items work well together from the total reward of each set."""
 
 import torch
 

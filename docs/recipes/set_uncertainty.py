@@ -1,4 +1,4 @@
-"""Uncertainty of a set: how confident a model is in its k answers as a whole, not in each one."""
+"""Uncertainty of a set: how confident a model is in its k answers as a whole, not in each answer."""
 
 import torch
 
@@ -14,5 +14,5 @@ logits = torch.tensor(
 d = KSubset(3, logits=logits)
 best = d.log_prob(d.mode).exp()
 for row in range(3):
-    sizes = f"{d.entropy()[row].exp():.1f} of {d.enumerate_support().shape[0]} sets"
-    print(f"the top three are correct with probability {best[row]:.2f}, effectively {sizes}")
+    sizes = f"{d.entropy()[row].exp():.1f} of {d.enumerate_support().shape[0]}"
+    print(f"the top three are correct with probability {best[row]:.2f}, effective number of sets: {sizes}")

@@ -1,4 +1,4 @@
-"""Soft ranking: the probability that an item has rank j, and a ranker trained with NDCG."""
+"""Soft ranking: soft indicators of ranks, and a ranker trained with a soft version of NDCG."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ def soft_places(x):
     """Return P with P[..., j, i] = lml(x, j + 1)[i] - lml(x, j)[i]. All rows and columns sum to 1."""
     n = x.shape[-1]
     rows = x.unsqueeze(-2)
-    first = torchlml.lml(rows.expand(*x.shape, n), torch.arange(1.0, n + 1))  # row j: the top j + 1
+    first = torchlml.lml(rows.expand(*x.shape, n), torch.arange(1.0, n + 1))  # row j: k = j + 1
     return first.diff(dim=-2, prepend=torch.zeros_like(rows))
 
 

@@ -1,4 +1,4 @@
-"""Sparse autoencoders: learned gates open for k latents per sample, or for k per sample on average."""
+"""Sparse autoencoders: a learned gate selects k latents per sample, or k per sample on average."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ atoms = F.normalize(torch.randn(LATENTS, WIDTH), dim=-1)
 
 
 def draw(count):
-    """Draw sums of 1 to 7 atoms, 4 on average."""
+    """Draw samples that are weighted sums of 1 to 7 atoms, 4 on average."""
     active = torch.rand(count, LATENTS).argsort(-1) < torch.randint(1, 8, (count, 1))
     return (active * (0.5 + torch.rand(count, LATENTS))) @ atoms
 

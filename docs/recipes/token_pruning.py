@@ -1,4 +1,4 @@
-"""Token pruning: keep exactly k tokens of a sequence, and learn which ones using only the task loss."""
+"""Token pruning: keep exactly k tokens of a sequence, and learn from the task loss which tokens to keep."""
 
 import torch
 from torch import nn

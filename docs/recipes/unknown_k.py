@@ -12,7 +12,7 @@ rule = torch.randn(width, labels)
 
 
 def draw(count):
-    """Draw samples with 1 to 10 labels. The first feature determines how many."""
+    """Draw samples with 1 to 10 labels. The first feature determines the number of labels."""
     features = torch.randn(count, width)
     number = (5 + 2.5 * features[:, 0]).round().clamp(1, 10)
     rank = (features @ rule).argsort(descending=True).argsort()
