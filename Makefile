@@ -60,7 +60,7 @@ format: $(STAMP)  ## fix and format the code with ruff and clang-format
 bench: $(STAMP)  ## compare the speed of lml with that of softmax and append the times to results/benchmarks.csv
 	$(BIN)/torchlml bench layer --csv results/benchmarks.csv
 
-# Uses only the CSV files in results/, to which `make bench` and the commands in docs/benchmarks.md append.
+# `make pictures` needs only the CSV files in results/, to which `make bench` and the commands in docs/ append.
 FIGURE := $(BIN)/torchlml figures
 pictures: $(STAMP)  ## redraw all pictures in the documentation from the data in results/
 	for name in entropies polytopes projection root-finding sets which-relaxation; do \

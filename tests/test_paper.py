@@ -192,7 +192,7 @@ CONTEXTS, LABELS, K = 12, 8, 3
 
 
 class Realizable:
-    """A data set with twelve contexts, each with three true labels out of eight. A sample shows one of them.
+    """A data set with twelve contexts, each with three of eight labels. Each sample has one observed label.
 
     The logits are a table plus a bias for each label, so the model can represent the true labels. Every label
     is true in some context.
@@ -327,7 +327,7 @@ def test_the_center_has_the_highest_entropy_and_the_corners_the_lowest(surface):
 
 
 def test_the_surface_of_lml_resembles_that_of_softmax_more_than_constrained_softmax_does():
-    # The corners of L(3,2) are 1 minus those of the simplex, so points with the same weights are compared.
+    # The corners of L(3,2) are 1 minus those of the simplex, so y is compared with 1 - y on the simplex.
     weights, y = points(SURFACES[2])
     q = 1 - y
 

@@ -114,7 +114,7 @@ def _hashes() -> Iterator[tuple[str, str]]:
 
 
 def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
-    """Yield y, the multipliers, and the gradients for x and k. Capacities are equal, unequal or at-most."""
+    """Yield y, the multipliers, and the gradients for x and k. Capacities are equal, unequal or limits."""
     generator = torch.Generator().manual_seed(0)
     capacity = torch.tensor([20.0, 30.0, 10.0, 40.0, 20.0, 8.0])
     for scale in (0.3, 3.0):

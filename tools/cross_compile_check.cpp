@@ -189,8 +189,8 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool ma
     }
     compare(kernels.name, "loss_forward", work(dtype), loss[r], -truth.log_y[label]);
     std::sort(available.begin(), available.end(), std::greater<double>());
-    compare(kernels.name, "topk_mask, how many", dtype, sum[1], 2);
-    compare(kernels.name, "topk_mask, which", dtype, sum[0], available[0] + available[1]);
+    compare(kernels.name, "topk_mask, number of chosen entries", dtype, sum[1], 2);
+    compare(kernels.name, "topk_mask, sum of chosen entries", dtype, sum[0], available[0] + available[1]);
   }
 }
 

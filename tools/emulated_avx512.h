@@ -1,8 +1,8 @@
-// Lets an AVX2 processor run the AVX-512 kernels. emulate_avx512.py passes this header with `-include` when it compiles
-// kernels.cpp for x86-64-v3. The compiler splits 64-byte vectors into two halves, and the functions below replace the
-// AVX-512 intrinsics that the kernels use. All of them round as the instructions do, except for _mm512_rcp14_ps. The
-// results of this instruction differ between processors, with a relative error of up to 2^-14. The error of the
-// replacement is nearly as large.
+// Lets an AVX2 processor run the AVX-512 kernels. emulate_avx512.py adds this header to every file with `-include`, but
+// it has an effect only on kernels that are compiled for x86-64-v3. The compiler splits 64-byte vectors into two
+// halves, and the functions below replace the AVX-512 intrinsics that the kernels use. All of them round as the
+// instructions do, except for _mm512_rcp14_ps. The results of this instruction differ between processors, with a
+// relative error of up to 2^-14. The error of the replacement is nearly as large.
 #pragma once
 
 #if defined(__AVX2__) && !defined(__AVX512F__)

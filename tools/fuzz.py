@@ -160,7 +160,7 @@ class Errors:
     def note(
         self, what: str, error: Tensor, of: Tensor, limit: float, dtype: torch.dtype, where: str
     ) -> None:
-        """Record the worst `error` of the rows selected by `of`. It has one value per row or per entry."""
+        """Record the largest `error`, given per row or per entry, among the rows that `of` selects."""
         error = error if error.dim() == 1 else error.nan_to_num(INF).amax(1)
         error = torch.where(of, error.nan_to_num(INF), 0.0)
         worst = float(error.max())
@@ -201,7 +201,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     y, log_y = padded(y_flat, truth.y), padded(log_flat, truth.log_y)
 
     def gap(got: Tensor, want: Tensor, rounding: float, smallest: float) -> Tensor:
-        """Return the error beyond one rounding to half precision. NaN and infinities must match exactly."""
+        """Return the error beyond rounding to half precision. NaN and infinities must match exactly."""
         distance = (got - want).abs()
         distance = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, distance)
         return (

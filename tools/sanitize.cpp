@@ -103,7 +103,7 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   calls += 11;
   if (batch.offsets) return;
   kernels.topk_mask[dtype](TopkMaskArgs{batch, k, 1, y}, all(batch.rows));
-  // The probabilities may be invalid. The sample may then be wrong, but must stay within its row.
+  // The probabilities may be invalid. The sample may then be wrong, but all accesses must stay within the row.
   auto keys = block(entries), start = block(8 * rows);
   for (size_t i = 0; i < entries; ++i) keys[i] = static_cast<char>(engine());
   for (size_t r = 0; r < rows; ++r) wide(start)[r] = uniform();

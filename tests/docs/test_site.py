@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,28 @@ def pages(site: Path) -> dict[Path, Html]:
 
 def test_titles_start_with_the_heading_and_headings_with_the_navigation_entry(site: Path) -> None:
     text = (site / "llms.txt").read_text(encoding="utf-8")
-    entries = re.findall(r"^- \[(.+)\]\((.+\.html)\)$", text, re.M)
+    entries = re.findall(r"^- \[(.+?)\]\((.+?\.html)\)(?:: .+)?$", text, re.M)
     assert len(entries) > 30
     for name, address in entries:
         page = (site / address).read_text(encoding="utf-8")
         title, heading = re.search(r"<title>(.*?)</title>.*?<h1[^>]*>(.*?)<", page, re.DOTALL).groups()  # type: ignore[union-attr]
         assert heading.startswith(name), address
         assert title.startswith(heading), address
+
+
+def test_every_page_has_its_own_description(site: Path) -> None:
+    """Search results and llms.txt show the first sentences of a page, which end with a period."""
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    summaries = dict(re.findall(r"^- \[.+?\]\((.+?\.html)\): (.+)$", text, re.M))
+    unsummarized = {"index.html", "playground/index.html"}  # these two write their own description
+    assert set(re.findall(r"\((\S+\.html)\)", text)) == set(summaries) | unsummarized
+    assert len(set(summaries.values())) == len(summaries)
+    for address, summary in summaries.items():
+        page = (site / address).read_text(encoding="utf-8")
+        found = re.search(r'<meta name="description" content="([^"]*)">', page)
+        assert found is not None, address
+        assert unescape(found[1]) == summary
+        assert re.fullmatch(r".{40,300}[.)]", summary), summary
 
 
 def test_the_site_fetches_nothing_from_elsewhere(site: Path, pages: dict[Path, Html]) -> None:

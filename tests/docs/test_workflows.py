@@ -1,4 +1,4 @@
-"""The workflows only call the Makefile, so every step can be run on a local machine."""
+"""The CI workflows run only Makefile targets, so every step can also be run on a local machine."""
 
 from __future__ import annotations
 

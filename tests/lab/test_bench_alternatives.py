@@ -1,4 +1,4 @@
-"""`torchlml bench alternatives`: the properties of each method are correct and are written to the CSV."""
+"""`torchlml bench alternatives` measures the properties of each method correctly and writes them to a CSV."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _SlopeOff(torch.autograd.Function):
 
 
 def _solved(row: list[float], k: int, share: Callable[[mpmath.mpf], mpmath.mpf]) -> list[float]:
-    """Return share(x - b) for every entry x, where b makes the sum k. Uses bisection with 60 digits."""
+    """Return share(x - b) for all entries x, with b such that the sum is k, by bisection with 60 digits."""
     with mpmath.workdps(60):
         x = [mpmath.mpf(value) for value in row]
         low, high = min(x) - 50, max(x) + 50

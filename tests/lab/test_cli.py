@@ -1,6 +1,7 @@
 """The command line: help, exit codes, one-line errors, and `info`."""
 
 import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -322,6 +323,19 @@ def test_help_fits_the_terminal(capsys, monkeypatch, words):
     code, out, _ = run(capsys, *words, "--help")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_help_texts_fill_their_lines(capsys, monkeypatch):
+    """Help texts fill the width of the terminal, and the lines of the description are not indented."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "train", "multilabel", "--help")
+    lines = [line.rstrip() for line in re.sub("[│╭╰─╮╯]", " ", out).splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.endswith(" options"))
+    assert not any(line.startswith(" ") for line in lines[: start - 1])
+    texts = [line if line.startswith(22 * " ") else "" for line in lines[start:]]
+    width = max(map(len, texts))
+    for line, following in itertools.pairwise(texts):
+        assert not following or not line or len(f"{line} {following.split()[0]}") > width, line
 
 
 WITHOUT_EXTRAS = """

@@ -103,7 +103,7 @@ def test_sets_are_empty_if_that_is_better() -> None:
     # By default, `fit` assumes that every sample has a label, so at least one label is chosen.
     other = decisions.fit(logits, y, observed, K)
     assert other.least == 1
-    assert "and always the best label" in other.in_words("threshold", K)
+    assert "and always the most probable label" in other.in_words("threshold", K)
     for rule in ("threshold", "count"):
         assert other.decide(logits, y, K, rule).any(-1).all()  # type: ignore[arg-type]
 
@@ -263,7 +263,7 @@ def test_the_calibration_error_uses_ten_bins(run: Path, tmp_path: Path, capsys) 
     assert cli.main(["evaluate", str(run), "--data", str(data), "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     rows = every(run, data)
-    for top, words in ((6, "over all labels"), (2, "over the top 2 labels of each sample")):
+    for top, words in ((6, "over all labels"), (2, "over the top k labels of each sample (k = 2)")):
         p = np.concatenate([row["probabilities"][:top] for row in rows])
         right = np.concatenate(
             [

@@ -1,4 +1,4 @@
-"""The demo: its data, its metrics (checked by hand), and the sentences in its report."""
+"""The demo: its data, its metrics (compared with hand-computed values), and the sentences in its report."""
 
 import re
 

@@ -15,7 +15,7 @@ def test_images_of_one_to_five_digits():
         assert torch.equal(drawn.sum(1), part.present.sum(1))
         assert part.present.gather(1, part.named.unsqueeze(1)).all()
     number = train.present.sum(1)
-    assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 images per number are expected
+    assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 images are expected per number of digits
     # All positions are equally likely to show a digit.
     assert (train.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0).float().mean(0).std() < 0.03
 

@@ -138,7 +138,7 @@ def full_disk(size):
 
 @pytest.mark.parametrize("kept", ["nothing", "the weights"])
 def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
-    """The disk is full when safetensors writes the weights, or when torch writes the optimizer state."""
+    """A run can be resumed after a full disk prevented writing the weights, or only the optimizer state."""
     out = tmp_path / "run"
     weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
     killed(features, out)
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_another_run_is_rejected(capsys, unfinished):
 def test_a_run_of_another_version_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", versions={"torchlml": "0.0.1"})
     error = rejected(capsys, resume(unfinished))
-    assert f"was written by torchlml 0.0.1, but this is {torchlml.__version__}" in error
+    assert f"was written by torchlml 0.0.1, but the installed version is {torchlml.__version__}" in error
 
 
 def test_a_run_of_another_experiment_is_rejected(capsys, unfinished):

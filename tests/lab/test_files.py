@@ -1,4 +1,4 @@
-"""Writable and unwritable paths, and full disks."""
+"""Unwritable paths are rejected, and the error for a full disk names the results that were kept."""
 
 import pytest
 

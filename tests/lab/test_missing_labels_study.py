@@ -259,7 +259,7 @@ def test_results_of_other_settings_are_rejected(folder, tmp_path, capsys, monkey
     assert "(`--out`) contains results for" in capsys.readouterr().err
     (tmp_path / "results.csv").write_text("a,b\n1,2\n")
     assert cli.main(command(folder, tmp_path, "--heads", "linear")) == 2
-    assert "is not a results CSV" in capsys.readouterr().err
+    assert "cannot be read as a results CSV" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

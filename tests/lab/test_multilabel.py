@@ -39,7 +39,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run with default settings, and what it printed."""
+    """A run with default settings, and its printed output."""
     out = tmp_path_factory.mktemp("run") / "run"
     return out, output(start(["train", "multilabel", "--train", str(texts), "--out", str(out)]))[0]
 
@@ -79,7 +79,7 @@ def predict(run: Path, data: Path, out: Path, *more: str) -> list[dict]:
 
 def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
     out, printed = run
-    assert "200 training samples with 1.6 of 6 labels on average. 100 more samples are held out" in printed
+    assert "200 training samples have 1.6 of 6 labels on average. 100 more samples are held out" in printed
     assert "Columns: texts from `text`, labels from `tags`, separated by ';'." in printed
     assert "Training with the loss `lml` and each sample's number of labels as k." in printed
     mean = re.search(r"k = 2, the mean number of labels per .* \((1\.\d\d)\) rounded", printed)
@@ -173,7 +173,7 @@ def test_samples_without_labels_are_examples_of_no_label(flags, tmp_path, capsys
     assert cli.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "300 of 450 samples have no labels and are kept as examples to which no label applies." in said
-    assert "Training with the loss `bce`. `lml` needs at least one label per sample" in said
+    assert "Training with the loss `bce`. It replaces `lml`, which needs at least one label per" in said
     assert json.loads((out / "settings.json").read_text())["loss"] == "bce"
     calibration = json.loads((out / "calibration.json").read_text())
     assert calibration["decisions"]["least"] == 0 or calibration["decisions"]["rule"] == "half"
@@ -263,7 +263,7 @@ def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
     assert "k =" not in said
     assert found[0]["labels"] == ["green"]
     write_texts(tmp_path / "new.csv", tagged_texts(3, seed=0))
-    assert "must be sparse features, as in training, but" in rejected(
+    assert "must contain sparse features, as in training, but" in rejected(
         capsys, ["predict", out, "--data", tmp_path / "new.csv"]
     )
     mixed = ["train", "multilabel", "--train", tmp_path / "train.txt", "--test", tmp_path / "new.csv"]
@@ -401,7 +401,7 @@ BAD = {
     "": ("text,tags\n", "has columns but no rows"),
     "--labels topic": (ROWS, "has no column `topic`"),
     "--texts body": (ROWS, "has no column `body`"),
-    "--k 3": (ROWS, "`k` must be from 1 to 2, because there are 3 labels, but it is 3"),
+    "--k 3": (ROWS, "`k` must be from 1 to 2, because there are 3 labels or items, but it is 3"),
     "--k 9 --loss softmax": (ROWS, "`--k` must be at most 2, because there are 3 labels, but it is 9"),
     "--k 0": (ROWS, "`k` must be at least 1, but it is 0"),
     "--k labels --loss truncated-entropy": (
@@ -489,7 +489,7 @@ def test_weights_that_are_not_finite_are_an_error(run, texts, tmp_path, capsys, 
 
 
 def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, tmp_path, monkeypatch):
-    """One column per label would take gigabytes with hundreds of thousands of labels."""
+    """With hundreds of thousands of labels, a target with one column per label would take gigabytes."""
     widths = []
 
     class Spied(torchlml.metrics.TopKRecall):

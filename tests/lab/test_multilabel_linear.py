@@ -215,8 +215,8 @@ def test_the_better_model_gets_the_larger_share():
     truth = y.toarray().astype(np.float32)
     good = truth + 0.4 * random.normal(size=truth.shape).astype(np.float32)
     bad = random.normal(size=truth.shape).astype(np.float32)
-    # The fitted scale of a noise model is near 0, so its share is arbitrary. Its weight, which includes the
-    # scale, is not.
+    # The fitted scale of a model that returns noise is near 0, so its share is arbitrary. Therefore, compare
+    # its weight, which includes the scale.
     one = linear.fit_mixture(loss, good, torch.from_numpy(bad), y)
     assert one.share == 1
     other = linear.fit_mixture(loss, bad, torch.from_numpy(good), y)

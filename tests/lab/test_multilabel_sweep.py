@@ -13,7 +13,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labeled_rows import label_matrix
 from torchlml_lab.multilabel import one_vs_rest, sweep
 from torchlml_lab.multilabel.samples import kept_labels, label_lists
-from torchlml_lab.multilabel.settings import MultilabelSettings, SweepSettings
+from torchlml_lab.multilabel.settings import MultilabelSettings, OneVsRestSettings, SweepSettings
 
 
 def test_a_part_of_the_labels_is_kept():
@@ -101,18 +101,9 @@ def test_figure_and_tables(tmp_path):
 
 
 def test_one_vs_rest(lines, tmp_path):
-    options = [
-        "--train",
-        str(lines),
-        "--test",
-        str(lines),
-        "--csv",
-        str(tmp_path / "o.csv"),
-        "--strengths",
-        "100",
-    ]
-    one_vs_rest.main([*options, "--keeps", "1.0"])
-    one_vs_rest.main([*options, "--keeps", "1.0"])  # skips the existing result
+    settings = OneVsRestSettings(lines, lines, tmp_path / "o.csv", keeps=(1.0,), strengths=(100.0,))
+    one_vs_rest.main(settings)
+    one_vs_rest.main(settings)  # skips the existing result
     (row,) = sweep.TABLE.read(tmp_path / "o.csv", "--csv")
     assert row.p1 == 1
     assert row.r5 == 1

@@ -135,9 +135,9 @@ def test_bad_samples(run: Path, mixed: Path, tmp_path: Path) -> None:
     texts, table = torchlml_lab.load_run(run), torchlml_lab.load_run(mixed)
     wanted = "`samples` must be a list of texts or a table with the columns `text`, but it "
     for model, samples, needle in (
-        (texts, "one text", f"{wanted}is one text"),
+        (texts, "one text", f"{wanted}is a string"),
         (texts, 3, f"{wanted}is a value of type `int`"),
-        (texts, ["a", 3], f"{wanted}contains one text"),
+        (texts, ["a", 3], f"{wanted}contains a string"),
         (texts, sparse.csr_array((2, 2)), f"{wanted}is a sparse matrix"),
         (texts, {"texts": ["a"]}, "`samples` has no column `text`. Did you mean `texts`?"),
         (table, ["a"], "a table with the columns `title`, `body`, `size`, but it is a list of texts"),
@@ -374,7 +374,7 @@ def test_runs_that_cannot_be_continued(run: Path, features: Path, tmp_path: Path
     words = ["train", "multilabel", "--train", data, "--out", tmp_path / "run", "--continue-from"]
     for more, needle in (
         ([tmp_path], "is not a run directory"),
-        ([features], "`--train` must be sparse features, as in"),
+        ([features], "`--train` must contain sparse features, as in"),
         ([run, "--hidden", 7], "`--hidden` must be 256, as in"),
         ([run, "--texts", "text"], "`--continue-from` determines the columns"),
     ):

@@ -30,7 +30,7 @@ def shown(monkeypatch, terminal, seconds_per_step, steps=20, hidden=False):
 def test_a_terminal_shows_the_time_left(monkeypatch):
     said = shown(monkeypatch, True, 1.0)
     assert "20/100" in said
-    assert "left 0:01:20" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said)
+    assert "0:00:20 elapsed, 0:01:20 left" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said)
 
 
 def test_without_a_terminal_lines_become_less_frequent(monkeypatch):

@@ -154,7 +154,7 @@ def test_predict_uses_the_items_of_new_users_and_falls_back_to_popular_items(fol
     assert cli.main(predict) == 0
     said = capsys.readouterr().out
     assert "1 item that is not in the training data was skipped." in said
-    assert "1 of 3 users is unknown and gets the most popular items." in said
+    assert "1 of 3 users cannot be scored and gets the most popular items." in said
     new, stranger, old = (json.loads(line) for line in out.read_text().splitlines())
     assert all(item.startswith("g2-") for item in new["items"])
     assert not {"g2-1", "g2-5", "g2-7", "g2-9"} & set(new["items"])
@@ -168,7 +168,7 @@ def test_predict_uses_the_items_of_new_users_and_falls_back_to_popular_items(fol
     # A new user without items is also unknown to matrix factorization.
     assert cli.main(["predict", str(folder / "matrix-factorization"), "--users", "new", "u3"]) == 0
     said = capsys.readouterr().out
-    assert "1 of 2 users is unknown" in said
+    assert "1 of 2 users cannot be scored" in said
     assert "(popular)" in said
 
 
@@ -320,7 +320,7 @@ REJECTED = {
     "--train FILE --loss truncated-entropy --k labels": (
         "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`"
     ),
-    "--train FILE --k 120": "`k` must be from 1 to 119, because there are 120 labels, but it is 120",
+    "--train FILE --k 120": "`k` must be from 1 to 119, because there are 120 labels or items, but it is 120",
     "--train FILE --test EMPTY": "(`--test`) is empty",
     "--train FILE --test FILE": "must have a new pair of a known user and a known item",
     "--train SINGLE": "must have a user with at least two items",

@@ -230,4 +230,4 @@ def test_bad_csv(capsys, tmp_path):
     for content in ("", "a,b\n1,2\n", (",".join(AccuracyRecord.__dataclass_fields__) + "\n")):
         (tmp_path / "x.csv").write_text(content)
         assert cli.main(["figures", "cifar100", "--csv", str(tmp_path / "x.csv")]) == 2
-        assert "is not a results CSV" in capsys.readouterr().err
+        assert "cannot be read as a results CSV" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_evaluations_name_files_verbatim(labels_run, items_run, folder, capsys):
     words = ["evaluate", str(labels_run), "--data", str(data), "--out", str(folder / "report")]
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
-    assert f"60 samples from {data.name}, in percent" in printed
+    assert f"60 samples from {data.name}, metrics in percent" in printed
     assert f"The report is in {folder / 'report' / 'report.md'}" in printed
     assert cli.main(["evaluate", str(items_run)]) == 0
     assert f"The run is in {items_run}" in capsys.readouterr().out

@@ -87,7 +87,7 @@ def test_sums_for_hostile_inputs(name: str, dtype: torch.dtype) -> None:
 
 
 def test_nearly_hard_assignments_in_float32() -> None:
-    """In some of these problems, rounding x + mu to float32 would already exceed the guaranteed error."""
+    """In some of these problems, rounding x + mu to float32 would by itself exceed the allowed error."""
     for seed in range(30):
         x = 60 * torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
         check_sums(torchlml.balanced_lml(x, 1), 1, 0.5, ERROR[torch.float32])

@@ -97,7 +97,7 @@ def test_a_chain_of_columns() -> None:
 
 
 def test_saturated_rows_have_a_gradient_for_k() -> None:
-    """In float32, the larger entries round to 1, so y * (1 - y) computed from them would be 0."""
+    """The gradient is accurate in float32, although y rounds to 1, so that y * (1 - y) would be 0."""
     x = torch.tensor([[40.0, 0.0, -1.0], [41.0, 0.0, 1.0], [0.0, 40.0, 0.0]])
     gradients = []
     for dtype in (torch.float32, F64):

@@ -125,7 +125,7 @@ def test_rounds_of_periodic_rows(group: Group) -> None:
 
 @in_processes(2, 4)
 def test_rounds_from_a_good_start(group: Group) -> None:
-    """A good start saves the round that gathers a sample of the rows. The backward pass takes one round."""
+    """A good `start` saves the round that gathers a sample of rows. The backward pass takes one round."""
     for dtype, most in ((torch.float32, 4), (F64, 5)):
         x = (torch.randn(4096, 32) + 3 * torch.randn(32)).to(dtype)
         own = part(x, group, 0)

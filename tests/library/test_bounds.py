@@ -41,7 +41,7 @@ def test_special_rows_with_bounds(dtype: torch.dtype) -> None:
 
 
 def test_the_sign_of_the_threshold_decides() -> None:
-    # For half a million entries at 1 - 2e-9, a float32 sum loses the digits that tell whether it exceeds k.
+    # For half a million outputs of 1 - 2e-9, a float32 sum loses the digits that show whether it exceeds k.
     x = torch.full((500_001,), 20.0)
     x[0] = 0.0
     missing = 500_000 * math.exp(-20)
@@ -60,7 +60,7 @@ def test_losses(bound: str) -> None:
     k = 4
     log_y = torchlml.log_lml(logits, k, bound=bound)
     exact = torchlml.log_lml(logits, k)
-    assert 0 < int((log_y != exact).any(-1).sum()) < 12  # the bound is active in some rows only
+    assert 0 < int((log_y != exact).any(-1).sum()) < 12  # the bound is active in some rows, but not in all
     target = torch.randint(9, (12,))
     got = torchlml.lml_loss(logits, target, k, bound=bound, reduction="none")
     torch.testing.assert_close(got, -log_y.gather(-1, target[:, None]).squeeze(-1))

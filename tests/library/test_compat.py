@@ -1,4 +1,4 @@
-"""`torchlml.compat.LML` has the argument names of the original authors' class, and accurate values."""
+"""`torchlml.compat.LML` accepts the arguments of the original authors' class and returns accurate values."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_coefficients_match_the_script() -> None:
 
 @needs_kernel
 def test_schemas() -> None:
-    """The operators that the compiled kernel defines match those defined in Python."""
+    """The operator schemas in the compiled kernel match those in Python."""
     names = ["solve", "forward", "log_forward", "bounded_forward", "value", "topk_mask"]
     names += ["constrained_softmax_forward", "constrained_sparsemax_forward"]
     code = "import torch, torchlml\nfor name in %s: print(getattr(torch.ops.torchlml, name).default._schema)"
@@ -126,7 +126,7 @@ def test_a_row_alone_has_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [13, 100, 1000])
 @pytest.mark.parametrize("few", [True, False], ids=["few near one", "most near one"])
 def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
-    # Computed from a rounded y, y * (1 - y) would be off by 1e-4 here, and would be 0 for the largest entry.
+    # If y * (1 - y) were computed from a rounded y, it would be off by 1e-4, and 0 for the largest entry.
     # The kernel has one path for few entries near 1 and another for many.
     near = max(3, n // 90) if few else n - 4
     x = torch.cat([torch.linspace(5, 22, near), torch.linspace(-6, 3, n - near)])[None]

@@ -42,7 +42,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def bracketing(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Run three iterations of Algorithm 1, which are enough to reveal a different order of summation."""
+    """Run three iterations of the paper's Algorithm 1, enough to reveal a different order of summation."""
     return torchlml.lml_bracketing(x, k, max_iterations=3)
 
 

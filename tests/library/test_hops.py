@@ -10,6 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.distributed import in_processes
 from tools.count_hops import Hop, calls, dtensor_call, hops
+from torchlml._cpu import loader
+
+pytestmark = pytest.mark.skipif(not loader.loaded(), reason="the limits apply to the compiled kernel")
 
 
 class Limit(NamedTuple):
@@ -40,8 +43,8 @@ def test_hops(name: str) -> None:
 
 @in_processes(2)
 def test_hops_of_a_dtensor(group: dist.ProcessGroup) -> None:
-    """A quarter of the counted functions belong to the rounds of the distributed solver."""
-    Limit(functions=43, files=9).check(hops(dtensor_call(init_device_mesh("cpu", (2,)))))
+    """The limit is higher than for dense tensors, because the call includes the distributed solver."""
+    Limit(functions=24, files=6).check(hops(dtensor_call(init_device_mesh("cpu", (2,)))))
 
 
 def test_every_counted_call_has_a_limit() -> None:

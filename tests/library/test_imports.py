@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 LIBRARY = Path(__file__).parents[2] / "torchlml"
-# Each package or top-level module may import those before it, but not those after it.
+# Each package or top-level module may import those listed before it, but not those listed after it.
 LAYERS = [
     "_rows",
     "_solve",
@@ -38,7 +38,7 @@ LAYERS = [
     "compat",
     "__init__",
 ]
-# External packages that some parts of the library need in addition to torch.
+# External packages that individual packages of the library may import in addition to torch.
 OPTIONAL = {"_triton": {"triton"}, "metrics": {"torchmetrics"}}
 Edge = tuple[str, str]
 

@@ -144,12 +144,13 @@ def test_sample_frequencies_match_the_probabilities_of_sets(n, k, scale):
     assert scipy.stats.chisquare(observed, chances).pvalue > 1e-4
 
 
-# The variances of the count (see `_counts.py`) are 8, 46, 80 and 250, so there are one to four blocks.
+# The variances of the count (see `_counts.py`) are 8, 46, 80 and 250, so samples are drawn in one to four
+# blocks (see `_law.py`).
 @pytest.mark.parametrize(
     ("n", "k", "scale"), [(100, 10, 1.0), (1000, 50, 0.5), (400, 200, 1.0), (1000, 500, 0.0)]
 )
 def test_samples_of_long_rows_have_the_right_number_of_members_in_each_part(n, k, scale):
-    """The number of members in a given part of the row has a known distribution."""
+    """The number of set members in a fixed part of the row follows its exact distribution."""
     x, count = subsets.long_row(n, scale), 4000
     drawn = KSubset(k, logits=x).sample((count,))
     assert (drawn.sum(-1) == k).all()

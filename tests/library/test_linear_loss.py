@@ -211,7 +211,7 @@ def test_autocast(reduction: str) -> None:
 def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
     """Small gradients are accurate if the loss is scaled. Without scaling, float16 would round them to 0."""
     rows, labels, scale = 64, 20_000, 2.0**12
-    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels have similar weights
+    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels have similar logits
     target = torch.randint(labels, (rows,))
     seed = torch.full((rows,) if reduction == "none" else (), scale / (1 if reduction == "mean" else rows))
     exact = [t.half().double().requires_grad_() for t in (h, w)]
@@ -226,7 +226,7 @@ def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
 
 
 def test_many_bfloat16_chunks_lose_no_accuracy() -> None:
-    """The weight's gradient is a sum over chunks, accumulated in float32."""
+    """The weight's gradient is accurate, because it is accumulated over the chunks in float32."""
     h, w = torch.rand(400, 4).bfloat16().requires_grad_(), torch.zeros(6, 4).bfloat16().requires_grad_()
     target = torch.zeros(400, dtype=torch.int64)
     torchlml.linear_lml_loss(h, w, target, 1, reduction="sum", memory_limit=1).backward()
@@ -263,7 +263,7 @@ def test_module() -> None:
 @each_form
 @each_reduction
 def test_truncated_entropy(form: str, reduction: str) -> None:
-    """The truncated entropy loss is computed in the same chunks of rows as `linear_lml_loss`."""
+    """`linear_truncated_entropy_loss`, computed in chunks of rows, matches the loss of the full logits."""
     tensors, target = _tensors(), _target(form)
     settings: Any = {"reduction": reduction, "weight": torch.rand(LABELS), "label_reduction": "mean"}
     wanted = torchlml.truncated_entropy_loss(F.linear(*tensors), target, 3, **settings)
@@ -282,7 +282,7 @@ def test_truncated_entropy_definition_module_and_errors() -> None:
     logits = module.linear(h).detach().double()
     label = logits.gather(1, target[:, None])
     others = logits.scatter(1, target[:, None], -torch.inf).sort(descending=True).values[:, 2:]
-    exact = torch.log1p(torch.exp(others - label).sum(1)).mean()  # without the two largest competitors
+    exact = torch.log1p(torch.exp(others - label).sum(1)).mean()  # without the two largest other logits
     torch.testing.assert_close(module(h, target).detach().double(), exact, rtol=1e-6, atol=1e-6)
     assert "k=3" in repr(module)
     for wrong, words in ((LABELS + 1, "from 1 to 30"), (0, "at least 1|from 1"), (2.5, "must be an integer")):

@@ -199,7 +199,7 @@ def test_modules_take_the_mean_over_labels():
 
 @torch._dynamo.config.patch(compiled_autograd=True)
 def test_compiled_autograd():
-    """The backward pass is also compiled, and must find all tensors saved by the forward pass."""
+    """The backward pass is also compiled, and it receives all tensors that the forward pass saved."""
     torch.compiler.reset()
     x = torch.randn(3, 6, requires_grad=True)
 

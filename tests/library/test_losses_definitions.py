@@ -1,4 +1,4 @@
-"""The losses match their definitions: sums over all subsets for the SVM losses, loops for the others."""
+"""The losses match their definitions, such as a sum over all subsets for the smooth SVM loss."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_smooth_svm_of_a_thousand_classes_matches_a_loop_over_classes(k, dtype):
 
 
 def summed_smooth_svm(s, y, k, reduction):
-    """Return the loss from P[S = k] / P[S = k - 1].
+    """Return the smooth SVM loss, computed from P[S = k] / P[S = k - 1].
 
     S is a sum of independent Bernoulli variables, one per class.
     """

@@ -1,4 +1,4 @@
-"""First and second derivatives of the losses, checked by finite differences and under all transforms."""
+"""Derivatives of the losses: finite differences, special rows, `torch.func` and `torch.compile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics agree with napkinXC, and thus with the Extreme Classification Repository, on real labels."""
+"""The metrics agree on real labels with napkinXC, which follows the Extreme Classification Repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics are correct in models of any precision, even if a distributed process has no samples."""
+"""Metrics are correct in models of any precision, and if one of several processes has no samples."""
 
 from __future__ import annotations
 

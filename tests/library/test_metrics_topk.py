@@ -15,7 +15,7 @@ from torchlml.metrics import SceneGraphRecall, TopKRecall
 def plain_recall(rows, k):
     """Return the mean over rows of |Y ∩ P| / |Y| for labels Y and top-k predictions P.
 
-    It is averaged over all ways to break ties. `rows` is a list of (scores, available, labels).
+    The recall is averaged over all ways to break ties. `rows` is a list of (scores, available, labels).
     """
     recalls = []
     for scores, available, labels in rows:

@@ -42,7 +42,7 @@ DTYPES = tuple(TOLERANCE)
 
 
 def rounds(call: Callable[[], object]) -> int:
-    """Count the rounds of communication in a call. `test_counting` checks it against PyTorch's count."""
+    """Count the communication rounds of a call. `test_counting` compares the result with PyTorch's count."""
     number = 0
 
     def count(*arguments: Any, **more: Any) -> None:
@@ -82,7 +82,7 @@ def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
 
 @in_processes(2, 3)
 def test_problems_against_the_truth(group: Group) -> None:
-    """Results match the exact solutions. With three processes, rows are sorted and dtypes are swapped."""
+    """Results match the exact solutions. With three processes, rows are sorted and have the other dtype."""
     size = dist.get_world_size(group)
     for i, problem in enumerate(SHORT):
         dtype, limit = ((torch.float32, 1e-6), (torch.float64, 1e-11))[(i + size) % 2]
@@ -104,7 +104,7 @@ def test_problems_against_the_truth(group: Group) -> None:
 def test_like_unsharded(group: Group) -> None:
     """y, log y, nu and their gradients match the unsharded call, with masks, bounds and one k per row.
 
-    The dtype alternates so that each combination is tested in both dtypes.
+    The dtype depends on the number of processes, so that each combination is tested in both dtypes.
     """
     for i, (bound, masked, function) in enumerate(itertools.product(BOUNDS, (False, True), FUNCTIONS)):
         dtype = DTYPES[(i + dist.get_world_size(group)) % 2]
@@ -485,7 +485,7 @@ def test_metrics(group: Group) -> None:
     psp = PropensityScoredPrecision(part(p, group), ks, group=group)
     cases += [(psp, lambda x, y, k, mask: propensity_scored_precision(x, y, p, k, mask=mask), "bool")]
     for metric, function, form in cases:
-        # The synchronization built into the metric would involve processes outside the group.
+        # Disable synchronization by torchmetrics: with `group`, every process already has the full result.
         setattr(metric, "sync", lambda *a, **b: None)  # noqa: B010
         for which in (None, mask):
             metric.reset()

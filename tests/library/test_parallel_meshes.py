@@ -136,7 +136,7 @@ def test_linear_dtensors(group: Group) -> None:
     for mesh, of_input, of_weight in (
         (line, [none], [labels]),
         (line, [Shard(0)], [none]),
-        (line, [Shard(0)], [labels]),  # gathered: one mesh dimension cannot shard rows and labels
+        (line, [Shard(0)], [labels]),  # gathered: one mesh dimension cannot shard both rows and labels
         (line, [none], [none]),
         (square, [Shard(0), none], [none, labels]),
         (square, [none, Shard(0)], [labels, none]),

@@ -30,7 +30,10 @@ def _wide(value: float) -> torch.Tensor:
 
 
 def target(n: int, fraction: float) -> float:
-    """Return k = fraction * n, rounded if fraction > 1/2, because y is nearly binary only for integer k."""
+    """Return k = fraction * n, rounded to an integer if fraction > 1/2.
+
+    Integer k must also be tested, because y can be nearly binary only for an integer k.
+    """
     k = fraction * n
     return float(round(k)) if fraction > 0.5 and n > 1 else k
 

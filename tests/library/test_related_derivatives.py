@@ -1,4 +1,4 @@
-"""Derivatives of all related operators: finite differences, exact values, and all transforms."""
+"""Derivatives of related operators: finite differences, exact values, `torch.func` and `torch.compile`."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
 @each_member
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(member: Member, transform: str) -> None:
-    # The references are autograd's own first and second derivatives, which are checked above.
+    # The references are autograd's first and second derivatives, which are tested above.
     x, k = torch.randn(3, 5, dtype=torch.float64), torch.tensor([0.5, 1.5, 3.2], dtype=torch.float64)
     got = TRANSFORMS[transform](member.function, x, k)
     expected = BY_HAND[transform](member.function, x, k)

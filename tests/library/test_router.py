@@ -164,7 +164,7 @@ def test_half_precision() -> None:
 
 
 def test_a_router_from_the_meta_device() -> None:
-    """With FSDP2, modules are often created on the meta device and then initialized on the real one."""
+    """A router created on the meta device, as is common with FSDP2, can be initialized on a real device."""
     with torch.device("meta"):
         router = torchlml.TopKRouter(8, 2)
     router.to_empty(device="cpu")

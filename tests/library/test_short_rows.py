@@ -71,7 +71,7 @@ def test_masks_and_rows_of_any_length(n: int) -> None:
 
 @pytest.mark.parametrize("huge", [1e10, 1e19, 3e19, 3e38])
 def test_one_huge_entry(huge: float) -> None:
-    # The variance of a row with a huge entry overflows, so it does not bound the range of the entries.
+    # The kernel bounds the range of a row's entries by their variance, which overflows for a huge entry.
     for place in range(3):
         x = torch.full((1, 3), 3.0)
         x[0, place] = huge
@@ -89,7 +89,7 @@ def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | 
     """Return the results of all operators, as tensors with one number per entry or per row."""
     y, nu = operators.forward(x, k, mask, offsets)
     log_y, _ = operators.log_forward(x, k, mask, offsets)
-    # The gradient depends on x only, so that a row has the same gradient at every position.
+    # The upstream gradient depends only on x, so it does not change with a row's position in the batch.
     grad = (x.float() * 0.37).cos().to(x.dtype)
     grad = torch.where(grad.isfinite(), grad, 0)
     labels = ((x.float() * 8).floor() % 5 == 0, None, None)

@@ -225,7 +225,7 @@ def test_the_transformable_path_of_lml_is_accurate(problem: Problem, dtype: torc
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: problem.name)
 def test_the_transformable_path_of_log_lml_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     x, row = problem.row(dtype), problem.truth(dtype)
-    if np.abs(row.z).min() > 1e6:  # nu is too large to distinguish logits 0 and 1
+    if np.abs(row.z).min() > 1e6:  # nu is too coarsely rounded to distinguish logits 0 and 1
         return
     unit = (1e-6 if dtype == torch.float32 else 1e-11) * np.maximum(1.0, np.abs(row.z))
     v = upstream(x.numel()).to(dtype)

@@ -20,5 +20,8 @@ def slack(row: truth.Row, dtype: torch.dtype) -> np.ndarray:
 
 
 def resolved(row: truth.Row) -> bool:
-    """Whether nu is precise enough to distinguish the logits 0 and 1. In a gap of 1e38, it is not."""
+    """Whether some logit is within 1e6 of the threshold.
+
+    Otherwise, as in a gap of 1e38, nu is too coarsely rounded to distinguish the logits 0 and 1.
+    """
     return float(np.abs(row.z[row.alive]).min()) < 1e6

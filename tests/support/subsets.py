@@ -140,15 +140,15 @@ HOSTILE = {
     "scale 1e-9": (_normal(11, 1e-9), 3),
     "scale 50": (_normal(12, 50.0), 6),
     "-inf": (_row(1, -INF, 2, 0.5, -INF, -1), 2),
-    "-inf, nothing left to choose": (_row(1, -INF, 2, 0.5), 3),
+    "-inf, only one possible set": (_row(1, -INF, 2, 0.5), 3),
     # The variance of the number of successes (see torchlml/distributions/_counts.py) is just below or above
     # 1/64, where torchlml switches methods.
     "variance below 1/64": (_row(9.72, 9.72, 0, 0), 2),
     "variance above 1/64": (_row(9.66, 9.66, 0, 0), 2),
     "one entry dominates": (_row(12, 0, 0, 0, 0, 0, -30), 1),
 }
-# n, k, scale. The variances of the number of successes are on both sides of 18 and 100, where torchlml
-# switches methods.
+# n, k, scale. The variances of the number of successes are on both sides of 18, where torchlml switches
+# methods, and of 100, where it changes the length of a series.
 LONG = [(60, 30, 1.0), (120, 20, 0.5), (140, 22, 0.5), (400, 200, 0.1), (500, 200, 1.0), (1000, 990, 3.0),
         (2000, 5, 12.0), (2000, 60, 1.0), (2000, 1000, 0.0), (2000, 1400, 30.0)]  # fmt: skip
 

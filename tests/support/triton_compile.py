@@ -60,7 +60,7 @@ PACKED: dict[str, None] = {}
 ONE_CLASS = {**DENSE, "starts_ptr": None, "weight_ptr": None, "LABELS": 1}
 MULTI_HOT = {**DENSE, "starts_ptr": None, "LABELS": 0}
 LISTS = {"LABELS": 32}  # in jagged batches, with weights and a mask
-COMMON = 4096  # rows up to this length must not spill registers
+COMMON = 4096  # kernels for rows up to this length must not spill registers
 
 
 class Variant(NamedTuple):
@@ -128,7 +128,7 @@ def measure(variant: Variant, target: str) -> dict[str, Any]:
     """Compile a variant, and return its register and memory use and how it rounds to bfloat16."""
     name, kernel, constants, dtype, warps, length = variant
     types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
-    if "LABELS" in constants:  # a loss has one gradient per row
+    if "LABELS" in constants:  # the upstream gradient of a loss has one value per row
         types |= {"grad_ptr": "*fp32", "labels_ptr": "*i64" if constants["LABELS"] else "*i1"}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {

@@ -1,7 +1,7 @@
 """Tests of the interpreted Triton kernels, which `test_triton.py` runs in a separate process.
 
-Each shape reaches a specific variant of the kernels. The exact solutions (in float64) and the tolerances are
-those of the CPU tests.
+Each shape exercises a specific variant of the kernels. The exact solutions (in float64) and the tolerances
+are those of the CPU tests.
 """
 
 from __future__ import annotations

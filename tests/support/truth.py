@@ -1,10 +1,10 @@
 """Exact solutions of the projection, computed row by row without the library.
 
-`solve` bisects the dual variable. It writes `nu = d - anchor`, where `anchor` is the row's entry at the
-threshold, so that `z = (x - anchor) + d` loses no digits when the logits are shifted by 1e7: the difference
-is exact, and `d` is a small number. The residual is summed from `sigma(-|z|)`, which preserves entries that
-round to 1. `solve_with_mpmath` needs no such steps, because it uses 120 digits. `test_accuracy.py` compares
-the two.
+`solve` finds the dual variable by bisection. It writes `nu = d - anchor`, where `anchor` is the row's entry
+at the threshold, so that `z = (x - anchor) + d` loses no digits when the logits are shifted by 1e7: the
+difference is exact, and `d` is a small number. The residual is summed from `sigma(-|z|)`, which preserves
+entries that round to 1. `solve_with_mpmath` needs no such steps, because it uses 120 digits.
+`test_accuracy.py` compares the two.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Row:
 def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Row:
     """Return the exact projection of one row for 0 < k < m, where m is the number of available entries.
 
-    An entry at +inf is treated as a limit.
+    An entry at +inf is replaced by a very large number, which gives the limit of the projection.
     """
     full = np.asarray(x, dtype=np.float64)
     alive = full > -math.inf
