@@ -135,6 +135,19 @@ def test_every_public_name_is_in_the_api(site: Path) -> None:
     assert names - anchors == set()
 
 
+def test_lists_and_return_values_are_rendered_as_written(site: Path) -> None:
+    """A list needs an empty line before it, and a `Returns:` section may have several lines."""
+    sections = 0
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for paragraph in re.findall(r"<p>(.*?)</p>", text, re.DOTALL):
+            assert not re.search(r"\n\s*(-|\d+\.) ", paragraph), (page.name, paragraph)
+        for section in re.findall(r"Returns:.*?</ul>", text, re.DOTALL):
+            assert section.count("<li") == 1, (page.name, section)
+            sections += 1
+    assert sections > 20
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_every_snippet_of_a_page_runs(page: Path) -> None:
     """The Python blocks of a page run in order. Recipes are separate files with their own tests."""

@@ -145,6 +145,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     divided by their mean norm. For texts, use `TfidfVectorizer` in a `Pipeline`.
 
     y can have three forms:
+
     - A dense or sparse binary matrix with a column for each label. `predict` returns a matrix of this kind.
     - A list of label names for each sample. `predict` returns lists of names, best first. Stratified
       splits in scikit-learn do not support lists, so pass a `KFold` instead of a number to `GridSearchCV`.
