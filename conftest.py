@@ -11,11 +11,10 @@ from torch import nn
 
 import torchlml
 
-# Importing the kernels requires Triton, which is not available on every system. Importing `__main__` runs the
-# program. The last file is a pytest plugin that replaces the CPU operators when it is imported.
+# Importing the kernels requires Triton, which is not available on every system. The last file is a pytest
+# plugin that replaces the CPU operators when it is imported.
 collect_ignore_glob = [
     *(f"torchlml/_triton/{name}.py" for name in ("layer", "loss", "operators", "row", "split")),
-    "torchlml/__main__.py",
     "tests/support/triton_on_cpu.py",
 ]
 

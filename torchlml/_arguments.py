@@ -1,7 +1,9 @@
 """Validate `x`, `k`, `mask` and `offsets`, and convert them to the form that the operators expect.
 
-All validation of these arguments happens here, before any computation. The values of `k` and `offsets` are
-checked only in eager calls on the CPU: reading them elsewhere would synchronize the device or break a trace.
+All validation of these arguments happens before any computation: here, in `_rows.py` for nested tensors, and
+in `balanced.py` for `balanced_lml`. The values of a tensor `k` and of `offsets` are checked here only if the
+tensor is on the CPU and the call is eager: reading them would otherwise synchronize the device or break a
+trace.
 """
 
 from __future__ import annotations
@@ -131,7 +133,7 @@ def canonical(
 def check_tensor(t: Any, name: str, like: Tensor | None = None, owner: str = "`x`") -> None:
     """Raise an error unless `t` is a dense tensor and, if `like` is given, on the same device as `like`."""
     if not isinstance(t, Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(t).__name__}.")
+        raise TypeError(f"`{name}` must be a torch.Tensor, but its type is {type(t).__name__}.")
     if t.layout != torch.strided or (like is not None and t.is_nested):
         came = "it is nested" if t.is_nested else f"its layout is {t.layout}"
         raise TypeError(f"`{name}` must be a dense tensor, but {came}.")
@@ -145,8 +147,9 @@ def check_number(value: Any, name: str, accepted: str, least: float | None = Non
     """Raise an error unless `value` is a number and, if `least` is given, finite and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"`{name}` must be {accepted}, but it is {value!r}.")
-    if least is not None and not least <= value < math.inf:
-        raise ValueError(f"`{name}` must be {accepted}, but it is {value}.")
+    if least is not None and not least <= value <= _LARGEST:
+        received = _show(value) if abs(value) > _LARGEST else value
+        raise ValueError(f"`{name}` must be {accepted}, but it is {received}.")
 
 
 def check_integer_k(k: Any, most: int | None = None) -> int:
@@ -177,7 +180,9 @@ def check_temperature(temperature: Any) -> None:
 
 def _check_mask(mask: Tensor, x: Tensor, name: str) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        came = f"its dtype is {mask.dtype}" if isinstance(mask, Tensor) else f"it is a {type(mask).__name__}"
+        came = (
+            f"its dtype is {mask.dtype}" if isinstance(mask, Tensor) else f"its type is {type(mask).__name__}"
+        )
         raise TypeError(f"`mask` must be a bool tensor (True for entries that may be chosen), but {came}.")
     check_tensor(mask, "mask", x, f"`{name}`")
     return expand(mask, "mask", x.shape, f"broadcast to the shape of `{name}`")
@@ -190,7 +195,7 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
         )
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
         kind = type(offsets).__name__
-        came = f"its dtype is {offsets.dtype}" if isinstance(offsets, Tensor) else f"it is a {kind}"
+        came = f"its dtype is {offsets.dtype}" if isinstance(offsets, Tensor) else f"its type is {kind}"
         raise TypeError(f"`offsets` must be an int64 or int32 tensor, but {came}.")
     check_tensor(offsets, "offsets", x, f"`{name}`")
     if offsets.dim() != 1 or offsets.shape[0] == 0:
@@ -270,7 +275,7 @@ def _out_of_range(smallest: Any, largest: Any, most: int | None) -> ValueError:
     came = f"is {_show(smallest)}"
     if smallest != largest and smallest == smallest:
         came = f"ranges from {_show(smallest)} to {_show(largest)}"
-    allowed = "finite and at least 0" if most is None else f"from 0 to n = {most}"
+    allowed = "finite in float64 and at least 0" if most is None else f"from 0 to n = {most}"
     return ValueError(f"`k` must be {allowed}, but k {came}.")
 
 

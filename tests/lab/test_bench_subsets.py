@@ -50,6 +50,17 @@ def test_gumbel_top_k_has_the_inclusion_probabilities_of_successive_draws():
     assert frequency == pytest.approx(first + second, abs=0.01)
 
 
+def test_every_method_is_timed_at_least_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "LONG_ROWS", ())
+    monkeypatch.setattr(benchmark, "BATCHES", ())
+    table = tmp_path / "subsets.csv"
+    assert (
+        cli.main(["bench", "subsets", "--sizes", "30", "--ks", "3", "--seconds", "0", "--csv", str(table)])
+        == 0
+    )
+    assert {row.provider for row in read(table, "--csv")} >= {"KSubset", "recursion"}
+
+
 def test_the_command_writes_its_rows_and_prints_its_targets(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "LONG_ROWS", ((2000, 10, 1000.0), (2000, 5, 0.0)))
     monkeypatch.setattr(benchmark, "BATCHES", ((50, 5),))

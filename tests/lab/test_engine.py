@@ -217,6 +217,13 @@ def test_a_run_of_another_version_is_rejected(capsys, unfinished):
     assert f"was written by torchlml 0.0.1, but the installed version is {torchlml.__version__}" in error
 
 
+def test_a_run_in_another_format_is_rejected(capsys, unfinished):
+    edit(unfinished / "run.json", format=1)
+    assert "has run format 1, but the installed torchlml reads only format 2" in rejected(
+        capsys, resume(unfinished)
+    )
+
+
 def test_a_run_of_another_experiment_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", experiment="scene-graph")
     assert "is a run of the task `scene-graph`" in rejected(capsys, resume(unfinished))

@@ -78,12 +78,12 @@ WRONG = {
         "`{}` (`--train`) cannot be read: it is truncated",
     ),
     "damaged.txt.gz": (b"\x1f\x8b" + b"x" * 30, "`{}` (`--train`) cannot be read: its gzip data"),
-    "short.csv": (CSV[:-8].encode(), "`{}`, line 7: the line has 2 fields, but the header has 3 (`6,an`)."),
+    "short.csv": (CSV[:-8].encode(), "`{}`, line 7: the line has 2 fields (`6,an`), but the header has 3."),
     "no-item.csv": (b"user,item\nann,\n", "`{}`, line 2: the item is empty."),
     "no-user.csv": (b"user,item\nann,fig\n,fig\n", "`{}`, line 3: the user is empty."),
-    "quote.csv": (b'user,item\nann,"fig\nbob,kiwi\n', "`{}`, line 3: unexpected end of data."),
-    "headless.csv": (b"1,31\n1,29\n", "`{}`, line 1: no column is called `user` or `user_id`. Choose two of"),
-    "twice.csv": (b"user,user_id,item\n1,1,2\n", "`{}`, line 1: more than one column is called `user` or"),
+    "quote.csv": (b'user,item\nann,"fig\nbob,kiwi\n', "`{}`, line 3: the line cannot be parsed ("),
+    "headless.csv": (b"1,31\n1,29\n", "`{}`, line 1: no column is called `user`, `user_id` or similar."),
+    "twice.csv": (b"user,user_id,item\n1,1,2\n", "`{}`, line 1: more than one column is called `user`,"),
 }
 
 
@@ -120,8 +120,8 @@ def test_ratings_and_times_are_used_on_request(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
-        (CSV, {"min_rating": 3}, "`--min-rating` requires one column called `rating`, but the columns of"),
-        (CSV, {"by_time": True}, "`--latest` requires one column called `timestamp`, but the columns of"),
+        (CSV, {"min_rating": 3}, "`--min-rating` requires exactly one column called `rating` or similar,"),
+        (CSV, {"by_time": True}, "`--latest` requires exactly one column called `timestamp` or similar,"),
         (RATED, {"min_rating": 6}, "`--min-rating` is 6, but all 3 ratings in"),
         (RATED.replace("4.5", "?"), {"min_rating": 6}, "line 4: the rating must be a number, but it is `?`."),
         (
@@ -149,6 +149,10 @@ def test_missing_files_and_columns_are_named(tmp_path):
         BadInput, match=r"line 1: no column is called `movie`. The columns are `when`, `user`, `item`"
     ):
         read_interactions(path, "--train", ("user", "movie"))
+    (tmp_path / "b.inter").write_text("who:token\twhat:token\n1\t2\n")
+    with pytest.raises(BadInput, match=r"Choose two of `who`, `what` with `--columns USER ITEM`"):
+        read_interactions(tmp_path / "b.inter", "--train")
+    assert read_interactions(tmp_path / "b.inter", "--train", ("who", "what")).items == ["2"]
     with pytest.raises(BadInput, match="`--columns` must name two different columns, but both are `user`"):
         read_interactions(path, "--train", ("user", "user"))
 

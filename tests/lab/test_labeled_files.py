@@ -126,9 +126,9 @@ def test_new_labels_come_after_known_labels() -> None:
 
 
 BAD_LINES = {
-    "1 2:x": "line 1: the value in `2:x` is not a finite number",
-    "1 2:nan": "line 1: the value in `2:nan` is not a finite number",
-    "1 2:1e99": "line 1: the value in `2:1e99` is not a finite number",
+    "1 2:x": "line 1: the value in `2:x` is not a finite number in float32",
+    "1 2:nan": "line 1: the value in `2:nan` is not a finite number in float32",
+    "1 2:1e99": "line 1: the value in `2:1e99` is not a finite number in float32",
     "1 2:1\n1 a:1": "line 2: the feature in `a:1` is not an integer",
     "1 -2:1": "line 1: the feature in `-2:1` is not an integer",
     "1 2:1 3": "line 1: `3` is not of the form `feature:value`",
@@ -138,8 +138,8 @@ BAD_LINES = {
     "1,,2 2:1": "line 1: `1,,2` contains an empty label",
     "3 5 5\n1 1:1\n2 2:1": "line 3: the file ends after 2 rows, but its first line declares 3",
     "1 5 5\n1 5:1": "line 2: feature 5 is out of range, because the first line declares 5 features, from 0",
-    "1 5 5\n5 1:1": "line 2: label `5` is out of range, because the first line declares 5 labels, from 0 to",
-    "1 5 5\n² 1:1": "line 2: label `²` is out of range, because the first line declares 5 labels, from 0 to",
+    "1 5 5\n5 1:1": "line 2: label `5` must be an integer from 0 to 4, because the first line declares 5",
+    "1 5 5\n² 1:1": "line 2: label `²` must be an integer from 0 to 4, because the first line declares 5",
     "1 99999999999 5\n1 1:1": "at most 2147483648 features are supported, but 99999999999 are declared",
     "": "is empty",
     "  \n \n": "is empty",
@@ -148,14 +148,14 @@ BAD_LINES = {
 BAD_TABLES = {
     "text,tags\na,x\nb": "line 3: the number of cells is 1, but line 1 has 2",
     'text,tags\na,x\n"b,y\n\n': "line 3: the file ends inside quotes",
-    'text,tags\na,x\n"b"c,y\n': "line 3: the quotes are invalid",
+    'text,tags\na,x\n"b"c,y\n': "line 3: the line cannot be parsed (',' expected after",
     "text,text,tags\na,b,c": "line 1: there are two columns called `text`",
     "text,theme\na,b": "has no column called labels, label, tags or similar. Choose a column with `--labels`",
     "tags\na": "has no columns other than the labels (`tags`)",
     "text,tags\n": "has columns but no rows",
-    "size,tags\n1,x\nnan,y": "line 3: column `size` has `nan`, which is not a finite number (for a missing",
-    "size,tags\n1,x\n-inf,y": "line 3: column `size` has `-inf`, which is not a finite number",
-    "size,tags\n1,x\n1e99,y": "line 3: column `size` has `1e99`, which is not a finite number",
+    "size,tags\n1,x\nnan,y": "line 3: column `size` has `nan`, which is not a finite number in float32 (for",
+    "size,tags\n1,x\n-inf,y": "line 3: column `size` has `-inf`, which is not a finite number in float32.",
+    "size,tags\n1,x\n1e99,y": "line 3: column `size` has `1e99`, which is not a finite number in float32.",
     "": "is empty",
 }
 BAD_FILES = [("rows.txt", *one) for one in BAD_LINES.items()]
@@ -222,7 +222,7 @@ def test_bad_npz(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"has 3 rows, but .* has 2"):
         read_labeled(x, "--train", labels=y)
     sparse.save_npz(x, sparse.csr_array(np.array([[0.0, 1], [np.inf, 0]])))
-    with pytest.raises(BadInput, match="row 1: a feature is not a finite number"):
+    with pytest.raises(BadInput, match="row 1: a feature is not a finite number in float32"):
         read_labeled(x, "--train", labels=y)
     sparse.save_npz(x, sparse.csr_array(X))
     for wrong in (-1.0, np.nan):
@@ -264,7 +264,7 @@ def test_underscores_are_not_digits(tmp_path: Path) -> None:
         read(tmp_path / "rows.csv", "code,tags\n1_23,a\n", columns=Columns(numbers=("code",)))
     with pytest.raises(BadInput, match=r"line 2: the feature in `1_0:25` is not"):
         read(tmp_path / "rows.txt", "1 1:2\n1 1_0:25\n")
-    with pytest.raises(BadInput, match=r"line 1: the value in `10:2_5` is not a finite number"):
+    with pytest.raises(BadInput, match=r"line 1: the value in `10:2_5` is not a finite number in float32"):
         read(tmp_path / "rows.txt", "1 10:2_5\n")
 
 
@@ -361,6 +361,13 @@ def test_prose_and_decimal_commas_are_not_labels(tmp_path: Path) -> None:
         read_labeled(path, "--train")
 
 
+def test_a_damaged_header_is_named(tmp_path: Path) -> None:
+    table(tmp_path / "a.csv", ["body", "tags"], [("x", "y")])
+    (tmp_path / "b.csv").write_text('"body"x,tags\n')
+    with pytest.raises(BadInput, match=r"b\.csv`, line 1: the line cannot be parsed"):
+        read_samples((tmp_path / "a.csv", tmp_path / "b.csv"), "--train")
+
+
 TOXIC = ["id", "comment_text", "toxic", "severe", "insult"]
 COMMENTS = [("a1", "you fool", "1", "0", "1"), ("b2", "thanks", "0", "0", "0"), ("c3", "argh", "1", "1", "0")]
 
@@ -398,6 +405,9 @@ def test_the_error_for_an_ambiguous_table_suggests_a_command(tmp_path: Path) -> 
         f"2 columns contain only 0s and 1s (`hot`, `too cold`). If each of them is a label, run `{command}`."
         in str(said.value)
     )
+    table(path, ["size", "hot", "too cold"], [*binary, ("", 0, 1)])  # an empty cell is not a text
+    with pytest.raises(BadInput, match="If each of them is a label, run"):
+        read_labeled(path, "--train")
     two = [(text, ";".join(topics), ";".join(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]
     with pytest.raises(BadInput) as said:
         read_labeled(table(path, ["body", "authors", "fields"], two), "--train")
@@ -460,7 +470,7 @@ BAD_JSON = {
     '{"text": "a"}\n{"text": ': "line 2: the line is not valid JSON",
     '{"text": "a"}\n[1, 2]': "line 2: the line is not a JSON object (`{...}`)",
     '{"text": "\\ud83d", "tags": "x"}': "line 1: the text is not valid Unicode",
-    '{"size": 1, "tags": "x"}\n{"size": 1' + 400 * "0" + ', "tags": "y"}': "which is not a finite number",
+    '{"size": 1, "tags": "x"}\n{"size": 1' + 400 * "0" + ', "tags": "y"}': "not a finite number in float32",
     "{}\n{}": "has no column called labels",
 }
 

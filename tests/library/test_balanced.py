@@ -258,6 +258,8 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], list[str]]] = {
     "+inf": (lambda f: f(X + math.inf, 1), ValueError, ["`x`", "+inf"]),
     "k > n": (lambda f: f(X, 4), ValueError, ["`k`", "k = 4", "3 available"]),
     "k < 0": (lambda f: f(X, -1), ValueError, ["`k`", "nonnegative", "-1"]),
+    "k is huge": (lambda f: f(X, 10**400), ValueError, ["`k`", "1329 bits"]),
+    "capacity is huge": (lambda f: f(X, 1, 10**400), ValueError, ["`capacity`", "1329 bits"]),
     "k shape": (lambda f: f(X, torch.ones(3)), ValueError, ["`k`", "(4,)", "(3,)"]),
     "x int": (lambda f: f(X.long(), 1), TypeError, ["`x`", "int64"]),
     "x 1-d": (lambda f: f(X[0], 1), ValueError, ["`x`", "1-d", "two dimensions"]),

@@ -141,10 +141,10 @@ HOSTILE = {
     "scale 50": (_normal(12, 50.0), 6),
     "-inf": (_row(1, -INF, 2, 0.5, -INF, -1), 2),
     "-inf, only one possible set": (_row(1, -INF, 2, 0.5), 3),
-    # The variance of the number of successes (see torchlml/distributions/_counts.py) is just below or above
+    # The variances of the number of successes (see torchlml/distributions/_counts.py) are on both sides of
     # 1/64, where torchlml switches methods.
-    "variance below 1/64": (_row(9.72, 9.72, 0, 0), 2),
-    "variance above 1/64": (_row(9.66, 9.66, 0, 0), 2),
+    "variance just below 1/64": (_row(11.08, 11.08, 0, 0), 2),
+    "variance just above 1/64": (_row(11.06, 11.06, 0, 0), 2),
     "one entry dominates": (_row(12, 0, 0, 0, 0, 0, -30), 1),
 }
 # n, k, scale. The variances of the number of successes are on both sides of 18, where torchlml switches

@@ -33,7 +33,7 @@ class Method:
     name: str
     compute: Callable[[Tensor, int], Quantities]
     most_work: float
-    """The method is skipped if its number of steps, `work(n, k)`, exceeds this limit."""
+    """The method is skipped if its estimated cost, `work(n, k)`, exceeds this limit."""
     work: Callable[[int, int], float]
 
 
@@ -46,8 +46,8 @@ def exact(x: Tensor, k: int) -> Quantities:
 def recursion(x: Tensor, k: int) -> Quantities:
     """Compute the log normalizer and the inclusion probabilities by the O(nk) recursion of SIMPLE.
 
-    The recursion (Ahmed et al., 2023) computes the log normalizer, whose gradient contains the inclusion
-    probabilities.
+    The recursion (Ahmed et al., 2023) computes the log normalizer, whose gradient is the vector of
+    inclusion probabilities.
     """
     x = x.detach().requires_grad_()
     log_e = torch.full((k + 1,), -1e300, dtype=x.dtype)
@@ -194,7 +194,7 @@ def _log_prob_and_mean(x: Tensor, k: int, members: Tensor) -> tuple[Tensor, Tens
 
 
 def compare(n: int, k: int, settings: SubsetSettings) -> Iterator[list[Measurement]]:
-    """Yield the measurements for each method on one row: time, memory and errors."""
+    """Yield the measurements for each method and sampler on one row: time, memory and errors."""
     case = Case(n, k, 1, settings.scale, "float64", 1)
     x = case.logits()[0]
     known = truth(x, k) if n * k <= _MOST_TRUTH and n <= 1e5 else None
@@ -258,10 +258,10 @@ def _cost(
 
 
 def _times(call: Callable[[], object], settings: SubsetSettings) -> Quantiles:
-    """Measure CPU seconds per call after a warm-up call, until the time budget is used up."""
+    """Measure CPU seconds per call after a warm-up call, up to the limits on calls and total time."""
     call()
     samples: list[float] = []
-    while len(samples) < settings.repetitions and sum(samples) < settings.seconds:
+    while not samples or (len(samples) < settings.repetitions and sum(samples) < settings.seconds):
         samples.append(_once(call))
     return Quantiles.of(samples)
 

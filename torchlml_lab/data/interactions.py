@@ -27,7 +27,7 @@ _READ = "Pass a .csv, .tsv or .inter file of user-item pairs, or a text file wit
 
 @dataclass(frozen=True)
 class Interactions:
-    """The items of every user, without duplicates and in file order, and the names of all users and items.
+    """The items of every user in file order or by time, without duplicates, and all user and item names.
 
     Example:
         >>> have = read_interactions(Path("train.txt"), "--train")
@@ -194,8 +194,8 @@ def _read_table(
                 if not fields:
                     continue
                 raise BadInput(
-                    f"`{path}`, line {lines.line_num}: the line has {_fields(len(fields))}, "
-                    f"but the header has {len(names)} (`{shown(separator.join(fields))}`)."
+                    f"`{path}`, line {lines.line_num}: the line has {_fields(len(fields))} "
+                    f"(`{shown(separator.join(fields))}`), but the header has {len(names)}."
                 )
             user, item = fields[user_column], fields[item_column]
             if not user or not item:
@@ -213,7 +213,7 @@ def _read_table(
             found.users.append(user)
             found.items.append(item)
     except csv.Error as error:
-        raise BadInput(f"`{path}`, line {lines.line_num}: {error}.") from error
+        raise BadInput(f"`{path}`, line {lines.line_num}: the line cannot be parsed ({error}).") from error
     if low and not found.items:
         raise BadInput(f"`--min-rating` is {min_rating:g}, but all {low} ratings in `{path}` are lower.")
     if not found.items:
@@ -233,8 +233,8 @@ def _find_other(
     if len(places) != 1:
         listed = ", ".join(f"`{name}`" for name in header)
         raise BadInput(
-            f"`{option}` requires one column called `{usual[0]}`, but the columns of `{path}` are "
-            f"{listed[:200]}."
+            f"`{option}` requires exactly one column called `{usual[0]}` or similar, but the columns of "
+            f"`{path}` are {listed[:200]}."
         )
     return places[0]
 
@@ -274,7 +274,7 @@ def _fields(count: int) -> str:
 def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | None) -> tuple[int, int]:
     """Return the user and item column indices. In `.inter` files, a colon and a type follow each name."""
     names = [name.partition(":")[0].strip() for name in header]
-    listed = ", ".join(f"`{name}`" for name in header)
+    listed = ", ".join(f"`{name}`" for name in names)
     if columns is not None:
         for name in columns:
             if names.count(name) != 1:
@@ -290,8 +290,8 @@ def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | 
         places = [place for place, name in enumerate(names) if name.lower() in usual]
         if len(places) != 1:
             raise BadInput(
-                f"`{path}`, line 1: {'no' if not places else 'more than one'} column is called `{what}` or "
-                f"`{what}_id`. Choose two of {listed[:200]} with `--columns USER ITEM`."
+                f"`{path}`, line 1: {'no' if not places else 'more than one'} column is called `{what}`, "
+                f"`{what}_id` or similar. Choose two of {listed[:200]} with `--columns USER ITEM`."
             )
         found += places
     return found[0], found[1]

@@ -140,7 +140,7 @@ class Encoder:
         return replace(rows, features=features, texts=None, columns=(*named, *(rows.columns or ())))
 
     def save(self, path: Path) -> None:
-        """Write all embeddings to a file that another encoder can use as its `cache`."""
+        """Write all embeddings to a file that an `Encoder` of the same model can use as its `cache`."""
         keys = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(len(self.known), -1)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, name=np.array(self.name), keys=keys, vectors=np.array([*self.known.values()]))

@@ -134,7 +134,9 @@ def _explain(path: Path, at: Sequence[int], tails: Sequence[bytes]) -> NoReturn:
             except ValueError:
                 finite = False
             if not finite:
-                raise BadInput(f"`{path}`, line {line}: the value in `{said}` is not a finite number.")
+                raise BadInput(
+                    f"`{path}`, line {line}: the value in `{said}` is not a finite number in float32."
+                )
     raise BadInput(f"`{path}` cannot be read as lines of the form `label,label feature:value ...`.")
 
 
@@ -168,8 +170,8 @@ def _labels(
             for name in names:
                 if not (name.isascii() and name.isdigit()) or int(name) >= header[2]:
                     raise BadInput(
-                        f"`{path}`, line {line}: label `{shown(name)}` is out of range, because the first "
-                        f"line declares {header[2]} labels, from 0 to {header[2] - 1}."
+                        f"`{path}`, line {line}: label `{shown(name)}` must be an integer from 0 to "
+                        f"{header[2] - 1}, because the first line declares {header[2]} labels."
                     )
         lists.append(names)
     return lists
@@ -191,7 +193,9 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     features.sum_duplicates()
     finite = np.isfinite(features.data)
     if not finite.all():
-        raise BadInput(f"`{path}`, row {_row(features, finite)}: a feature is not a finite number.")
+        raise BadInput(
+            f"`{path}`, row {_row(features, finite)}: a feature is not a finite number in float32."
+        )
     if labels is None:
         none = sparse.csr_array((features.shape[0], 0), dtype=np.int8)
         return LabeledRows(features, none, [])

@@ -70,8 +70,8 @@ def read_table(
         labeled: Whether to read labels. If so, the table must contain them.
 
     Returns:
-        The samples, and the roles of all columns. Invalid input raises `BadInput`, which names the file and
-        the line.
+        The samples, and the roles of the columns that are used. Invalid input raises `BadInput`, which names
+        the file and the line.
     """
     kind = file_kind(path)
     read = _read_parquet if kind == ".parquet" else _read_json if kind in (".jsonl", ".ndjson") else _read_csv
@@ -124,7 +124,12 @@ def column_names(path: Path, option: str) -> list[str] | None:
     if kind == ".parquet":
         with _parquet_file(path, option) as file:
             return list(file.schema_arrow.names)
-    return None if kind in (".jsonl", ".ndjson") else next(_csv_rows(path, option), [])
+    if kind in (".jsonl", ".ndjson"):
+        return None
+    try:
+        return next(_csv_rows(path, option), [])
+    except csv.Error as error:
+        raise BadInput(f"`{path}`, line 1: the line cannot be parsed ({error}).") from error
 
 
 def _csv_rows(path: Path, option: str) -> Any:
@@ -157,7 +162,7 @@ def _read_csv(path: Path, option: str) -> _Cells:
             before = rows.line_num
     except csv.Error as error:
         ends = "unexpected end" in str(error)
-        said = "the file ends inside quotes" if ends else f"the quotes are invalid ({error})"
+        said = "the file ends inside quotes" if ends else f"the line cannot be parsed ({error})"
         raise BadInput(f"`{path}`, line {before + 1}: {said}.") from error
     return _Cells(path, dict(zip(header, found, strict=True)), at, "line")
 
@@ -191,7 +196,8 @@ class _Blocks:
 def _cell_separator(blocks: _Blocks) -> str:
     """Detect the separator of a CSV file, because many spreadsheets write semicolons or tabs.
 
-    The result splits the header into the most cells, and the first row into the same number of cells.
+    Separators that split the header and the first row into the same number of cells are preferred. Among
+    these, the result is the one with the most cells.
     """
 
     def fit(separator: str) -> tuple[bool, int]:
@@ -311,7 +317,7 @@ def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
 
 
 def _number(cell: Any) -> float | None:
-    """Return the number in a cell, NaN if it is empty, or None if it is not a finite number."""
+    """Return the number in a cell, NaN if it is empty, or None if it is not a finite number in float32."""
     if is_missing(cell) or cell == "":
         return math.nan
     value = _python_number(cell)
@@ -319,7 +325,7 @@ def _number(cell: Any) -> float | None:
 
 
 def _python_number(cell: Any) -> float | None:
-    """Return the value of a numeric cell, which may be infinite, or None for any other cell."""
+    """Return the value of a numeric cell, which may be infinite or NaN, or None for any other cell."""
     if isinstance(cell, str) and "_" in cell:  # Python parses `1_23` as 123, but it may be a code
         return None
     try:
@@ -333,7 +339,8 @@ def _is_number_column(cells: Sequence[Any]) -> bool:
     found = False
     for cell in cells:
         value = _number(cell)
-        # NaN or infinity does not make this a text column. It raises an error when the column is read.
+        # A cell that is NaN, infinite or too large does not make this a text column. It raises an error when
+        # the column is read.
         if value is None and not _is_infinite(cell):
             return False
         found = found or (value is not None and not math.isnan(value))
@@ -349,10 +356,11 @@ def _numbers(cells: _Cells, name: str) -> Iterator[float]:
     for row, cell in enumerate(cells.columns[name]):
         value = _number(cell)
         if value is None:
-            said = f"column `{name}` has `{shown(str(cell))}`, which is not a finite number"
-            raise cells.wrong(
-                row, said + (" (for a missing number, leave the cell empty)" * _is_infinite(cell))
-            )
+            said = f"column `{name}` has `{shown(str(cell))}`, which is not a finite number in float32"
+            number = _python_number(cell)
+            if number is not None and math.isnan(number):
+                said += " (for a missing number, leave the cell empty)"
+            raise cells.wrong(row, said)
         yield value
 
 
@@ -397,9 +405,9 @@ def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[st
     """Find the label columns of a table.
 
     If a column has a name in `USUAL_NAMES`, it is the label column. If there are several, the one whose name
-    comes first in `USUAL_NAMES` is used. Otherwise, the label column is the only column whose cells look like
-    lists of labels. If no column looks like that, but the table contains texts and at least two columns of 0s
-    and 1s, each of those columns is a label.
+    comes first in `USUAL_NAMES` is used, and columns in `inputs` come last. Otherwise, the label column is
+    the only column whose cells look like lists of labels. If no column looks like that, but the table
+    contains texts and at least two columns of 0s and 1s, each of those columns is a label.
 
         >>> detect_labels({"text": ["a b", "c d"], "topics": ["x;y", "y"]}, (), Path("rows.csv"))
         ('topics',)
@@ -410,7 +418,7 @@ def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[st
         path: The file, for error messages.
 
     Returns:
-        The columns. If there is no clear choice, `BadInput` is raised, with a suggested command.
+        The columns. If there is no clear choice, `BadInput` is raised, with a suggestion.
     """
     named = sorted(
         (name for name in table if name.strip().lower() in USUAL_NAMES),
@@ -429,7 +437,7 @@ def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[st
 
 
 def _suggestion(table: Table, separated: Sequence[str], flags: Sequence[str], path: Path) -> str:
-    """Return the error message for a table without an obvious label column, with a command to try."""
+    """Return the error message for a table without an obvious label column, with a suggestion."""
 
     def command(columns: Sequence[str]) -> str:
         words = ["torchlml", "train", "multilabel", "--train", str(path), "--labels", *columns]
@@ -452,9 +460,11 @@ def _suggestion(table: Table, separated: Sequence[str], flags: Sequence[str], pa
 
 
 def looks_separated(cells: Sequence[Any]) -> bool:
-    """Whether the cells look like lists of labels: short names that occur in several cells.
+    """Whether the cells look like lists of labels.
 
-    At least one in twenty cells contains several names, and names occur in at least two cells on average.
+    If all cells are lists, as in JSON and Parquet files, the lists must contain only strings or integers. If
+    all cells are strings, the names must be short, at least one in twenty cells must contain several names,
+    and the names must occur in at least two cells on average.
     """
     there = [cell for cell in cells if not is_missing(cell) and cell != ""]
     if there and all(isinstance(cell, list) for cell in there):
@@ -481,8 +491,9 @@ def _are_names(rows: Sequence[Sequence[str]]) -> bool:
 
 
 def _is_text_column(cells: Sequence[Any]) -> bool:
-    """Whether any cell of a column is a string that is neither a number nor a flag."""
-    return any(isinstance(cell, str) and parse_flag(cell) is None and not _is_number(cell) for cell in cells)
+    """Whether any cell of a column is a string that is not blank, a number or a flag."""
+    texts = (cell for cell in cells if isinstance(cell, str) and cell.strip())
+    return any(parse_flag(cell) is None and not _is_number(cell) for cell in texts)
 
 
 def _is_number(cell: str) -> bool:

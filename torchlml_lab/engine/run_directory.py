@@ -241,10 +241,15 @@ class RunFolder:
         version = run.versions.get("torchlml")
         if version is None:
             raise BadInput(f"`{self.path / 'run.json'}` is damaged: the version of torchlml is missing.")
-        if run.format != FORMAT or version != torchlml.__version__:
+        if version != torchlml.__version__:
             raise BadInput(
                 f"`{self.path}` was written by torchlml {version}, but the installed version is "
                 f"{torchlml.__version__}. A run can be used only with the version that started it."
+            )
+        if run.format != FORMAT:
+            raise BadInput(
+                f"`{self.path}` has run format {run.format}, but the installed torchlml reads only format "
+                f"{FORMAT}. Start a new run."
             )
 
     def state(self) -> State | None:

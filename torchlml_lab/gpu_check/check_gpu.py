@@ -22,7 +22,8 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import check_file, replacing
 
 _COMPARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The tolerance for y: for float32, the guaranteed accuracy; for other dtypes, the rounding error in (0, 1).
+# The tolerance for y: for float32, the guaranteed accuracy; for other dtypes, the largest distance between
+# adjacent values in (0, 1).
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -90,7 +91,10 @@ def cases() -> Iterator[Case]:
 
 
 def checks(device: str) -> Iterator[Check]:
-    """Check y, log y, nu and the gradients in all cases and dtypes, then repeatability and the LML loss."""
+    """Check y, log y, nu and the gradients in all cases and dtypes, then repeatability and the LML loss.
+
+    Cases with finite logits above 6e4 in magnitude are skipped for float16, whose largest value is 65504.
+    """
     for dtype in _COMPARED_DTYPES:
         for case in cases():
             if dtype == torch.float16 and bool((case.x.abs().nan_to_num(0, 0, 0) > 6e4).any()):
@@ -199,8 +203,9 @@ Function = Callable[[Tensor], Tensor]
 SHAPES = ((256, 100), (4096, 100), (256, 1000), (4096, 1000), (1024, 8192), (256, 50_000), (4, 1_000_000))
 _DTYPES = (torch.float32, torch.bfloat16)
 _ROUNDS = 50
-# With gradients, lml stores x, y and two values per row, and softmax stores y. Twice the size of x suffices.
-_MEMORY_ALLOWED = 2.0
+# With gradients, a call allocates y and the gradient, which are as large as x, and a few values per row. In a
+# row of 100 entries, these values take up at most 6% of the row's size.
+_MEMORY_ALLOWED = 2.1
 
 
 class GpuTiming(NamedTuple):
