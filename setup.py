@@ -122,7 +122,7 @@ def torch_home() -> Path:
 
 
 class BuildKernel(build_ext):
-    """A `build_ext` command that compiles one kernel per instruction set. A failed build raises no error."""
+    """A `build_ext` that compiles the kernel for each instruction set. A failed build raises no error."""
 
     def run(self) -> None:
         # Compute the path now, because a failed in-place build leaves `self.inplace` cleared.

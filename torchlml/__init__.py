@@ -1,6 +1,6 @@
 """torchlml: the Limited Multi-Label projection for PyTorch, for models that choose exactly k of n candidates.
 
-`torchlml.lml(x, k)` is like `softmax(x)`, but each row sums to k and every entry is in (0, 1).
+`torchlml.lml(x, k)` is like `softmax(x)`, but each row sums to k and every entry is between 0 and 1.
 """
 
 from torchlml import distributions

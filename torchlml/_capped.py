@@ -2,14 +2,14 @@
 
 Both functions project a row onto {0 <= y <= upper, sum(y) = k}. The result is y = clip(f(x + nu), 0, upper),
 where f is the exponential or the identity. `upper` is the cap on an entry, and an entry at its cap is called
-saturated. Given the set of saturated entries, there is an explicit formula for nu in terms of the other
-entries. An operator finds the set, which is a constant for autograd. Differentiating the formula then gives
-exact derivatives of every order.
+saturated. Given the sets of saturated entries and of entries at 0, there is an explicit formula for nu in
+terms of the other entries. An operator finds nu, which determines these sets. They are constants for
+autograd, so differentiating the formula gives exact derivatives of every order.
 
 Calls outside `torch.func` transforms, forward-mode differentiation and `torch.jit.trace` use separate
 operators with explicit gradients.
 
-The pure PyTorch version computes in double precision and rounds once, at the end.
+The pure PyTorch version computes in the wide dtype (see `wide_dtype`) and rounds once, at the end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ConstrainedProjection:
             self.reference_backward,
             _empty_gradients,
         )
-        # The vmap rule treats `upper` like the mask of `solve`: both have one value per entry.
+        # The vmap rule treats `upper` like the mask of `operators.solve`: both have one value per entry.
         self.dual = operator(
             f"{name}_dual({entries}, Tensor? offsets) -> Tensor",
             solve,

@@ -182,7 +182,7 @@ Rows = DenseRows | PackedRows
 def shifted(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
     """Return z = (x + hi) + lo for nu = hi + lo.
 
-    x + hi is exact near the threshold, so adding 1e7 to all logits loses no accuracy.
+    x + hi is exact near the threshold, so z is accurate there even if all logits are near 1e7.
     """
     hi, lo = nu
     return (x + rows.broadcast(hi)) + rows.broadcast(lo)
@@ -237,8 +237,8 @@ class Jagged(NamedTuple):
         if t._ragged_idx == ragged and self.is_like(t, may_read):
             return t.values()
         raise ValueError(
-            f"`{name}` must be ragged like `{self.name}`, but its offsets differ; create it with "
-            f"`torch.nested.nested_tensor_from_jagged(values, {self.name}.offsets())`."
+            f"`{name}` must be ragged like `{self.name}`, but its ragged dimension or offsets differ; "
+            f"create it with `torch.nested.nested_tensor_from_jagged(values, {self.name}.offsets())`."
         )
 
     def is_like(self, t: Any, may_read: bool) -> bool:

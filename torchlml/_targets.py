@@ -195,8 +195,9 @@ def _values(c: Canonical, target: Any) -> Tensor:
     """Return the target itself if it is dense, or the values of a nested target."""
     if isinstance(target, (list, tuple)):
         raise TypeError(
-            f"`target` must be a torch.Tensor, but it is a {type(target).__name__}; pass one class index per "
-            "row, lists of labels padded to the same length with `ignore_index`, or a bool multi-hot tensor."
+            f"`target` must be a torch.Tensor, but its type is {type(target).__name__}; pass one class "
+            "index per row, lists of labels padded to the same length with `ignore_index`, or a bool "
+            "multi-hot tensor."
         )
     if c.jagged is not None:
         target = c.jagged.values(target, "target", c.jagged.ragged, readable(c.x))

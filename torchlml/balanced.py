@@ -16,8 +16,8 @@ from torchlml._arguments import autocasts, check_number, check_real, check_tenso
 from torchlml._balanced import Extent, Matrix, project
 from torchlml._balanced.linear import balanced_forward
 
-# With several processes, the solver gathers no sample of the rows for its initial guess if the relative error
-# of the column sums at `start` is at most this value on every process.
+# With several processes, the solver can skip gathering a sample of the rows for its initial guess if, on
+# every process, the relative error of the column sums at `start` is at most this value.
 NEAR = 0.3
 ColumnBound = Literal["exactly", "at_most"]
 
@@ -55,14 +55,14 @@ def balanced_lml(
             arguments must be the same on every process.
 
     Returns:
-        Y, with the shape and dtype of `x`.
+        Y, with the shape and dtype of `x`. Under autocast, half-precision inputs give a float32 result.
 
     Y maximizes sum(x * Y) + H(Y) under these constraints, where H(Y) is the sum of the binary entropies of
     the entries. The solution is y_ij = sigmoid(x_ij + nu_i + mu_j) with one number nu_i per row and one
     number mu_j per column. The relative error of the column sums is at most 1e-9 in float64 and 1e-4 in
-    float32. Half-precision inputs are converted to float32 for the computation. The first derivatives with
-    respect to `x`, `k` and `capacity` are exact. The backward pass solves a linear system with one unknown
-    per column.
+    float32. Very large logits, and a `capacity` with a narrower dtype, raise these limits to at most 2e-4.
+    Half-precision inputs are converted to float32 for the computation. The first derivatives with respect to
+    `x`, `k` and `capacity` are exact. The backward pass solves a linear system with one unknown per column.
 
     With `bound="exactly"`, `k` and `capacity` must have the same total up to a relative difference of 1e-5.
     The capacities are scaled to the total of `k`, and derivatives include this scaling. With a `group`,
@@ -91,7 +91,7 @@ def balanced_lml_dual(
     The arguments are those of `balanced_lml`.
 
     Returns:
-        nu of shape (..., rows) and mu of shape (..., columns), in the dtype of `x`. Adding a constant to mu
+        nu of shape (..., rows) and mu of shape (..., columns), in the dtype of Y. Adding a constant to mu
         and subtracting it from nu does not change Y, so mu is chosen to have mean 0 over its finite entries.
         With `bound="at_most"`, mu is at most 0 instead. mu is -inf for a capacity of 0 and +inf for a column
         that needs all of its available rows. If such columns account for the whole k of a row, the row's nu
@@ -306,7 +306,9 @@ def _check_logits(x: Any, mask: Any, bound: Any) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        received = f"has dtype {mask.dtype}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+        received = (
+            f"has dtype {mask.dtype}" if isinstance(mask, Tensor) else f"has type {type(mask).__name__}"
+        )
         raise TypeError(f"`mask` must be a bool tensor, but it {received}.")
     check_tensor(mask, "mask", x)
     return expand(mask, "mask", x.shape, "broadcast to the shape of `x`")

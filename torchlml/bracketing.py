@@ -102,7 +102,11 @@ def _bracket(
     tolerance: float,
     max_iterations: int,
 ) -> Tensor:
-    """Solve sum(sigmoid(x + nu)) = k for every row. Arguments and result are those of `newton.newton`."""
+    """Solve sum(sigmoid(x + nu)) = k for every row by narrowing a bracket around nu.
+
+    The positional arguments and the result are those of `newton.newton`. The keyword arguments are those of
+    `lml_bracketing`.
+    """
     half_gap, first = begin(x, k, m, ordinary, rows)
     lower, upper = -first.below, first.above
     for _ in range(max_iterations):

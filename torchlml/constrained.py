@@ -256,7 +256,7 @@ def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
 def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
     """Return the nu for which exp(x + nu), summed over all entries except those in `taken`, equals `rest`.
 
-    The high part of nu is minus the largest x in this sum.
+    nu is minus the largest x in this sum, plus a remainder that is accurate even if x is large.
     """
     largest = rows.max(torch.where(taken, -torch.inf, x))
     largest = torch.where(largest.isfinite(), largest, 0)
@@ -371,7 +371,7 @@ def _sparsemax_root(
 ) -> tuple[Tensor, Tensor]:
     """Return the root for given sets of saturated and free entries, and whether there is a free entry.
 
-    The high part of nu is minus the largest free entry.
+    The root is minus the largest free entry, plus a remainder that is accurate even if x is large.
     """
     largest = rows.max(torch.where(free, x, -torch.inf))
     inside = largest.isfinite()

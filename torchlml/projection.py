@@ -56,7 +56,7 @@ def lml(
     y maximizes dot(x, y) + H(y) subject to 0 <= y <= 1 and sum(y) = k, where H(y) is the sum of the binary
     entropies of the entries. The solution is y = sigmoid(x + nu) with one number nu per row. Its derivatives
     are dy/dx = diag(w) - outer(w, w) / sum(w) and dy/dk = w / sum(w), where w = y * (1 - y). lml(x, 1) is
-    close to softmax(x), but not equal to it.
+    similar to softmax(x), but not equal to it.
 
     An entry is available unless it is masked or -inf. Unavailable entries get 0. If at most k entries are
     available, each of them gets 1. If p entries are +inf, each of them gets 1, or k/p if p > k. These values

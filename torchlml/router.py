@@ -153,7 +153,7 @@ class TopKRouter(nn.Module):
             received = (
                 f"has dtype {mask.dtype} and shape {tuple(mask.shape)}"
                 if isinstance(mask, Tensor)
-                else f"is a {type(mask).__name__}"
+                else f"has type {type(mask).__name__}"
             )
             wanted = tuple(logits.shape[:-1])
             raise ValueError(f"`mask` must be a bool tensor of shape {wanted}, but it {received}.")

@@ -110,7 +110,11 @@ class _Work(NamedTuple):
     sum_over_group: Callable[[Tensor], Tensor] | None
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """Compute the losses (R,) or their sum, in chunks unless a `torch.func` transform is active."""
+        """Compute the losses (R,) or their weighted sum.
+
+        The logits are computed in chunks. Without a group, however, they are computed all at once in
+        `torch.func` transforms and in forward-mode differentiation.
+        """
         if is_plain() and needs_no_graph(*(t for t in (input, weight, bias, k) if t is not None)):
             return _losses(self, input, weight, bias, k)
         if is_plain() or self.sum_over_group is not None:

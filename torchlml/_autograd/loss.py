@@ -1,7 +1,7 @@
 """The LML loss with an explicit backward pass, and the reductions shared by all losses.
 
 The arguments are in the canonical form that `_arguments.py` produces. The operators `loss_forward` and
-`loss_backward` process all rows at once. No intermediate tensor as large as the logits is saved for the
+`loss_backward` process all rows at once, and save no intermediate tensor as large as the logits for the
 backward pass.
 """
 
@@ -151,7 +151,8 @@ def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
     def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Any]:
         """Return (loss, nu, divisor). The loss has the dtype of x.
 
-        The divisor is None if it is 1 or the number of rows.
+        The backward pass divides the incoming gradient by the divisor. The divisor is None if it is 1, or if
+        it is the number of rows, which `backward` knows.
         """
         *arguments, divisor = rest
         losses, nu = operators.loss_forward(x, *arguments)

@@ -1,9 +1,10 @@
 """The operators `torch.ops.torchlml.*`; each is defined by one call to `operator`.
 
 An operator has a schema, an implementation in pure PyTorch for every device, and a function that returns the
-shapes of its results to the compiler. A compiled kernel registers the same name under the dispatch key of its
-device (`_cpu/csrc/bindings.cpp`, `_triton/operators.py`) and is then called instead. The arguments are in the
-canonical form described in `_torch/careful.py`. The derivatives are in `rule.py` and `loss.py`.
+shapes of its results to the compiler. A kernel for one device is registered under the same name and the
+dispatch key of that device, and is then called instead. `_cpu/csrc/bindings.cpp` registers the CPU kernels,
+and `operator` registers the Triton kernels of `_triton/operators.py`. The arguments are in the canonical form
+described in `_torch/careful.py`. The derivatives are in `rule.py` and `loss.py`.
 """
 
 from __future__ import annotations

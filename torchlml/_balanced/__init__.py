@@ -89,7 +89,8 @@ class _Project(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         # If y rounds to 1, y * (1 - y) is 0. This error is negligible in the gradient with respect to x. But
         # if all entries of a row are close to 0 or 1, the derivatives of the multipliers and the derivatives
-        # with respect to k depend on these small weights, so the backward pass recomputes them from nu.
+        # with respect to k and the capacities depend on these small weights, so the backward pass recomputes
+        # the weights from nu.
         accurate = s.dual or any(ctx.needs_input_grad[1:3])
         known, point = _solve(x.contiguous(), k, capacity, s)
         mu, y = point.mu, point.weights.y
@@ -233,7 +234,8 @@ def _solve_columns(
         both = processes.sum(torch.cat([columns, laplacian(known).flatten()]))
         columns, off_diagonal = both[:n], both[n:].view(n, n)
     if not anchored:
-        # mu has mean 0. The adjoint of this constraint subtracts the mean from all columns.
+        # The free entries of mu have mean 0. The adjoint of this constraint subtracts the mean over the free
+        # columns from each of them.
         columns = torch.where(free, columns - columns[free].sum() / free.sum().clamp(min=1), 0)
     if off_diagonal is not None:
         return dense_solve(off_diagonal, columns, free, anchored)

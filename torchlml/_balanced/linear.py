@@ -83,8 +83,9 @@ def conjugate_gradients(
         most: The maximum number of iterations. Every iterate has a positive inner product with `rhs`, so
             stopping early still gives a descent direction.
 
-    Preconditioned by diag(d), S has the eigenvalues 1 - s², where s are the singular values of the normalized
-    weights. They are close to 1 unless y is nearly a hard assignment, so a few iterations suffice.
+    Preconditioned by diag(d), S has the eigenvalues 1 - s², where s are the singular values of
+    diag(a)^(-1/2) w diag(d)^(-1/2). One eigenvalue is 0, because S 1 = 0. The others are close to 1 unless y
+    is nearly a hard assignment, so a few iterations suffice.
     """
     y, inverse, d = weights
     d = d if free is None else torch.where(free, d, 0)

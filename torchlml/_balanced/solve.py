@@ -1,10 +1,11 @@
 """Solve for the column multipliers mu of the two-sided projection.
 
 For every mu, `lml` solves the rows exactly. It remains to minimize the convex function
-f(mu) = sum_i lml_value(x_i + mu, k_i) - dot(c, mu), whose gradient is the error of the column sums and whose
-Hessian is the Schur complement S in `linear.py`. The initial guess comes from a sample of the rows, and
-Newton's method with conjugate gradients refines it. If that fails, as for nearly hard assignments, the solver
-follows a path of decreasing temperatures with dense Newton steps in float64.
+f(mu) = sum_i lml_value(x_i + mu, k_i) - dot(c, mu), where c are the capacities. Its gradient is the error of
+the column sums, and its Hessian is the Schur complement S in `linear.py`. The initial guess comes from the
+caller or from alternating solves of rows and columns, and Newton's method with conjugate gradients refines
+it. If that fails, as for nearly hard assignments, the solver follows a path of decreasing temperatures with
+dense Newton steps in float64.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torchlml.projection import lml_dual
 if TYPE_CHECKING:  # slow to import, and few calls need it
     from torchlml._distributed.group import LabelGroup
 
-# Relative errors of the column sums: Newton's method stops at `_GOAL`, and results are within `_GUARANTEE`.
+# Relative errors of the column sums: Newton's method stops at `_GOAL`, and results are within `_GUARANTEE`,
+# up to rounding errors (see `Problem.guarantee`).
 _GOAL = {torch.float32: 7e-5, torch.float64: 1e-11}
 _GUARANTEE = {torch.float32: 1e-4, torch.float64: 1e-9}
 # Beyond this range, float32 resolves x + mu too coarsely for the guarantee: ulp(256) is 3e-5.
@@ -216,7 +218,8 @@ def alternate(problem: Problem, capacity: Tensor) -> Tensor:
     # only a guess, so such a capacity is reduced.
     capacity = torch.minimum(capacity, 0.99 * present)
     mu = torch.zeros_like(capacity)
-    # With "at_most", the multipliers of the full columns decrease gradually, which takes more iterations.
+    # With "at_most", the multipliers of columns that reach their capacity decrease gradually, which takes
+    # more iterations.
     for _ in range(32 if problem.at_most else 4):
         nu = torch.nan_to_num(lml_dual(x + mu.to(x.dtype), problem.k), posinf=50.0, neginf=-50.0)
         new = lml_dual(transposed + nu, capacity, bound="at_most" if problem.at_most else "exactly").double()
@@ -311,16 +314,17 @@ def _targets(problem: Problem, point: Point, careful: bool) -> list[Tensor]:
     _, slope, third = point.sums.unbind(0)
     ratio = torch.rsub(third / slope, 1, alpha=2).clamp(0.01, 1)
     aim = torch.log1p(ratio * (change / slope)) / ratio * slope
-    if not math.isfinite(float(aim.sum())):  # a slope of 0, or a change that is too large for the logarithm
+    if not math.isfinite(float(aim.sum())):  # a slope of 0, or a decrease that is too large for the logarithm
         aim = torch.where(aim.isfinite(), aim, change)
     return [aim, change]
 
 
 def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point | None:
-    """Return a point along a step that is not far past the minimum of f, or None if the search fails.
+    """Return a suitable point along a step, or None if the search fails.
 
-    f is convex, so a positive slope along the step shows that the point is past the minimum. The slope must
-    not exceed half the magnitude of the slope at the start.
+    The point must halve the error, or it must not be far past the minimum of f along the step. f is convex,
+    so a positive slope along the step shows that a point is past the minimum. The slope must not exceed half
+    the magnitude of the slope at the start.
     """
     longest = float(step.abs().max())
     if not 0 < longest < math.inf:
@@ -352,10 +356,12 @@ def follow_path(problem: Problem, goal: float) -> Point:
 
 
 def normalized(problem: Problem, mu: Tensor) -> Tensor:
-    """Shift mu to a normalized form. Adding a constant to mu does not change Y.
+    """Return mu in a normalized form, with 0 for unused columns.
 
-    With "exactly", mu gets mean 0. With "at_most", its largest entry becomes 0, which also lowers f if
-    the capacities exceed the total of k.
+    With "exactly", mu is shifted so that its mean is 0. Adding a constant to mu does not change Y. With
+    "at_most", positive entries are first replaced with 0, because no multiplier of a solution is positive.
+    Then mu is shifted so that its largest entry is 0. This shift also lowers f if the capacities exceed the
+    total of k.
     """
     if problem.all_used and not problem.at_most:
         return mu - mu.mean()

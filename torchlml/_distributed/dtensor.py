@@ -89,7 +89,7 @@ class Layout(NamedTuple):
         return total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
 
     def reduce_sum(self, total: Tensor, has_label: Tensor | None) -> DTensor:
-        """Sum a local total over all processes; with `has_label`, divide by the number of labeled rows."""
+        """Sum a local total over the row shards; with `has_label`, divide by the number of labeled rows."""
         result = self._sum_over_rows(total)
         if has_label is None:
             return result

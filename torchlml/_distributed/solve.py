@@ -161,7 +161,7 @@ def solve(
             own = part.labels.of(rest, x.shape[0])
             of_labels = group.sum(evaluate_labels(own, state.base[rest], state.shift[None, rest])[0])
             state.loss[rest], state.change[rest] = of_labels[:, 0], of_labels[:, 1]
-    # Split base + shift exactly into (hi, lo) in the dtype of the entries.
+    # Split base + shift into (hi, lo) in the dtype of the entries.
     hi = (state.base + state.shift).to(x.dtype)
     nu = torch.stack([hi, ((state.base - hi.double()) + state.shift).to(x.dtype)])
     nu = torch.where(to_solve | free, nu, torch.stack([s.special, torch.zeros_like(s.special)]).to(nu.dtype))
@@ -338,7 +338,10 @@ def _with_even(points: list[Tensor], low: Tensor, high: Tensor, widest: float) -
 def _next_points(
     total: Tensor, points: Tensor, r: Tensor, step: Tensor, low: Tensor, high: Tensor, k: Tensor, number: int
 ) -> Tensor:
-    """Return the next points: Newton steps from the points closest to the root, and points between them."""
+    """Return the next points: Newton steps from the points closest to the root.
+
+    If the interval is wide or many rounds have passed, also return evenly spaced points in the interval.
+    """
     up, down, above, dp, dq = total[..., :5].unbind(-1)
     slope = dp + dq
     # A Newton step on the logarithm of a ratio, as in `_solve/newton.py`, also works in a gap.
@@ -365,8 +368,8 @@ def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
         shift: (D, R), float64; D points are evaluated at once.
 
     Returns:
-        (D, R, 8): the number of entries with z > 0; the sums of t over z <= 0 and over z > 0, and their
-        slopes; the second, third and fourth derivatives of S.
+        (D, R, 8): the number of entries with z > 0; the sums of t over z <= 0 and over z > 0, and the
+        magnitudes of their slopes; the second, third and fourth derivatives of S.
     """
     points, (rows, labels) = shift.shape[0], x.shape
     total = torch.zeros(points, rows, _SUMS, dtype=torch.float64, device=x.device)

@@ -1,15 +1,15 @@
 """The fast solver in pure PyTorch: a few cheap passes over a matrix, and a certificate for each row.
 
 The solver computes e = exp(c - x) once, where c is near the threshold, and searches for delta = c + nu. With
-u = e^delta,
+u = exp(delta),
 
     y = sigmoid(x + nu) = u / (u + e),    t = sigmoid(-|x + nu|) = min(u, e) / (u + e),
 
-so no evaluation needs another exponential, and an entry of -inf automatically gives 0. The first steps are
-Halley steps on the log odds of sum(y), which are cheap but lose the digits of entries near 1. The following
-steps use the signed sum of t described in `newton.py` and are accurate for every row. A row is
+so an evaluation needs only one more exponential per row, and an entry of -inf automatically gives 0. The
+first steps are Halley steps on the log odds of sum(y), which are cheap but lose the digits of entries near 1.
+The following steps use the signed sum of t described in `newton.py` and are accurate for every row. A row is
 certified when such a step is short: the second derivative of sum(y) never exceeds the first, so the remaining
-error is about half the square of the step. The caller solves uncertified rows with `newton`.
+error is at most about half the square of the step. The caller solves uncertified rows with `newton`.
 
 Every operation here rounds an entry in the same way regardless of its position, and finished rows are not
 changed. The result for a row is therefore bitwise independent of the other rows.
@@ -28,8 +28,8 @@ from torchlml._rows import sum_rows, wide_dtype
 from torchlml._solve.newton import add
 
 # The maximum numbers of steps on the log odds and on the accurate sum. Evaluating the accurate sum takes
-# three times as many operations as evaluating the log odds. On a GPU, testing for convergence would
-# synchronize, so the numbers of steps are fixed.
+# about three times as long as evaluating the log odds. On a GPU, testing for convergence would synchronize,
+# so the numbers of steps are fixed.
 _ROUGH_STEPS, _ACCURATE_STEPS = 6, 12
 _UNSYNCED_ROUGH_STEPS, _UNSYNCED_ACCURATE_STEPS = 4, 3
 # The largest |delta|. At this distance, x - c has a rounding error of 5e-7 in float32.

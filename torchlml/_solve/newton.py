@@ -2,10 +2,10 @@
 
 It is slower than the solver in `fast.py`, but it solves every row.
 
-The residual S - k must be accurate even when almost every entry is saturated. Adding up y = sigmoid(z) and
-subtracting k fails exactly there: half a million entries at y = 1 - 2e-9 all round to 1, yet together they
-take 1e-3 from the one entry that is undecided. Therefore each entry is written as its nearest integer plus or
-minus t = sigmoid(-|z|), which keeps full relative accuracy:
+Let S = sum(y), where y = sigmoid(z) and z = x + nu. The residual S - k must be accurate even when almost
+every entry is saturated. Adding up y and subtracting k fails exactly there: half a million entries at
+y = 1 - 2e-9 all round to 1, yet together they take 1e-3 from the one entry that is undecided. Therefore each
+entry is written as its nearest integer plus or minus t = sigmoid(-|z|), which keeps full relative accuracy:
 
     S - k = c + P - Q,   c = #(z > 0) - k,   P = sum of t where z <= 0,   Q = sum of t where z > 0.
 
@@ -14,14 +14,16 @@ error of at most 2e-7 in nu, for every row.
 
 Let A = P + max(c, 0) and B = Q + max(-c, 0). The row sums to k if A = B. The Newton step on log A - log B is
 
-    step = (log B - log A) / (P' / A + Q' / B).
+    step = (log B - log A) / (P' / A + Q' / B),
 
-If no entry saturates, B is k and A is S, which is nearly exponential in nu, so the logarithm is nearly
-linear. In a gap between two logits, A and B are proportional to e^nu and e^-nu, and one step reaches the
-middle, whereas Newton's method on S itself would advance by 1 per step. If a step would leave the bracket,
-the bracket is halved instead.
+where P' = dP/dnu and Q' = -dQ/dnu. If all y are small, B is k and A is S, which is nearly exponential in nu,
+so the logarithm is nearly linear. In a gap between two logits, A and B are proportional to e^nu and e^-nu,
+and one step reaches the middle, whereas Newton's method on S itself would advance by 1 per step. A step that
+would leave the bracket stops at the end of the bracket or, after the first few steps, halves the bracket
+instead.
 
-The compiled CPU kernel uses Halley's method instead of this code (`_cpu/csrc/solve.h`).
+The compiled CPU kernel does not use this code. Its fast solver uses Halley's method (`_cpu/csrc/solve.h`),
+and its slow solver uses a variant of the method above (`_cpu/csrc/careful.cpp`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The arguments have a canonical form, which is the same for every operator and ev
 
 - x: (R, n), or (N,) with `offsets` (R + 1,).
 - mask: bool with the shape of x, or None.
-- k: float64, 0-d or (R,).
+- k: 0-d or (R,), in float64 (float32 on Apple GPUs).
 - nu: (2, R), the pair (hi, lo) in the work dtype. For a row without a finite nu, hi is -inf, +inf or NaN.
 
 A row has m available entries (True in the mask and not -inf), of which p are +inf.

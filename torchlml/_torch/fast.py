@@ -265,7 +265,11 @@ class _Some:
 
 
 class _Observed(NamedTuple):
-    """The entries that are labels: their logits, positions and weights (0 for padding), and their rows."""
+    """The listed labels: their logits, positions and weights (0 for padding), and their rows.
+
+    If `labels` is a bool tensor, all entries are included, with weight 0 unless they are labels, and `place`
+    is None.
+    """
 
     is_label: Tensor
     entries: Tensor

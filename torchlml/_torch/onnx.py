@@ -21,7 +21,7 @@ from torchlml._torch.careful import Pair
 
 
 class OnnxRows(DenseRows):
-    """The rows of a matrix in an exported graph. Their number is unknown at export time."""
+    """The rows of a matrix in an exported graph. Their number may be unknown at export time."""
 
     def sum(self, t: Tensor) -> Tensor:
         """Sum over each row; for a bool tensor, count the True entries."""

@@ -3,8 +3,8 @@
 Before their first use for a device and dtype, the kernels are compared with pure PyTorch on a few dozen rows.
 If a kernel differs, does not compile or fails, pure PyTorch is used from then on, and a warning is issued.
 `TORCHLML_KERNEL=torch` disables the kernels. `TORCHLML_KERNEL=native` uses them without the self-test, and so
-does `torchlml gpu-check`, which has its own test. Only the layout for short rows is tested, because every
-other layout would have to be compiled just for the test.
+does `torchlml gpu-check`, which has its own test. Only layouts for short rows are tested, because every other
+layout would have to be compiled just for the test.
 
 Triton and the kernels are imported when they are first needed, so that they do not slow down
 `import torchlml`.
@@ -86,7 +86,7 @@ def skip() -> None:
 
 
 def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
-    """Whether the kernels passed the self-test for a device and dtype; the first call runs the test.
+    """Whether the kernels may run for a device and dtype; by default, the first call runs the self-test.
 
     `kernels` has one function per operator, named like the operator, as in `operators.py`.
     """

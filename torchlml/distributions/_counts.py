@@ -204,7 +204,7 @@ def _generating_function(
 
 
 def series_terms(variance: float) -> int:
-    """Return a length L of the Chebyshev series such that exp(-V * (1 - cos θ)) * tan(θ/4)^L < 1e-16."""
+    """Return a length L of the Chebyshev series such that exp(-V * (1 - cos θ)) * tan(θ/4)^L < 3e-16."""
     return 24 if variance < 100 else 16 if variance < 1e4 else 8
 
 
@@ -260,8 +260,8 @@ def angles(variance: float, n: int, like: Tensor) -> Tensor:
     """Return the angles θ_m = 2πm/M below π at which the generating function of the count is evaluated.
 
     M is odd to avoid θ = π, where 1 + b * w vanishes for b = 1/2. By Bernstein's inequality, the count
-    differs from its mean by M or more with a probability below exp(-44), so aliasing is smaller than rounding
-    errors.
+    differs from its mean by M or more with a probability below 2 * exp(-44), so aliasing is smaller than
+    rounding errors.
     """
     return _grid(_half(variance, n)).to(like.device)
 

@@ -319,11 +319,14 @@ def sample(law: Law, count: int) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """A block of columns, and the probability that later columns supply a given number of successes."""
+    """A block of columns, and the probability that later columns supply a given net number of successes.
+
+    The net number is the number of successes in B minus the number of failures in A.
+    """
 
     columns: Tensor
-    chance: Tensor  # (rows, M), relative to the maximum; column j mod M is for j successes
-    center: Tensor  # (rows,), the expected number of successes, rounded
+    chance: Tensor  # (rows, M), relative to the maximum; column j mod M is for the net number j
+    center: Tensor  # (rows,), the expected net number, rounded
 
 
 def _sample_rows(law: Law, row: Tensor, level: int, drawn: Tensor) -> None:

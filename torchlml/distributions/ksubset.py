@@ -230,7 +230,7 @@ class KSubset(Distribution):
                 (..., k).
         """
         if not isinstance(value, Tensor):
-            raise TypeError(f"`value` must be a torch.Tensor, but it is a {type(value).__name__}.")
+            raise TypeError(f"`value` must be a torch.Tensor, but its type is {type(value).__name__}.")
         as_indices = not value.is_floating_point() and value.dtype != torch.bool
         if self._validate_args:
             self._check_indices(value.long()) if as_indices else self._validate_sample(value)
@@ -312,7 +312,7 @@ class KSubset(Distribution):
 
 def _check_parameter(parameter: Any, name: str) -> None:
     if not isinstance(parameter, Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(parameter).__name__}.")
+        raise TypeError(f"`{name}` must be a torch.Tensor, but its type is {type(parameter).__name__}.")
     if not parameter.is_floating_point():
         raise TypeError(f"`{name}` must be a floating-point tensor, but its dtype is {parameter.dtype}.")
     if parameter.dim() == 0 or parameter.shape[-1] == 0:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchlml._arguments import check_limit, check_tensor
 from torchlml._autograd.loss import Reduction, check_reduction
 
-# Default values of settings. `repr` omits a setting that has its default value.
+# Default values of some settings. `repr` omits these settings if they have their default values.
 _USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum", "group": None}
 
 

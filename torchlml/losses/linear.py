@@ -1,4 +1,4 @@
-"""Losses that include the last linear layer and never materialize the logits of a whole batch."""
+"""Losses that include the last linear layer and compute its logits in chunks of rows."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def linear_lml_loss(
         linear_weight: the weight of the linear layer, of shape (n, d), with one row per label.
         target, k, weight, ignore_index, reduction, label_reduction, bound: as for `lml_loss`.
         linear_bias: the bias of the linear layer, of shape (n,).
-        memory_limit: the maximum number of bytes that the logits and their gradient occupy at once. A chunk
-            has at least one row, even if that row exceeds the limit. The gradients of `input` and
+        memory_limit: the number of bytes that the logits and their gradient may occupy at once, plus up to
+            5%. A chunk has at least one row, even if that row exceeds the limit. The gradients of `input` and
             `linear_weight` are not counted.
         group: the processes across which the labels are sharded, as for `lml_loss`. `linear_weight`,
             `linear_bias` and `weight` cover only the labels of this process, and `input` is the same on all
@@ -75,8 +75,9 @@ def linear_lml_loss(
 
     With the reductions "mean" and "sum", the gradients are computed together with the loss, while the logits
     are in memory. The backward pass recomputes the logits in three cases: with the reduction "none", in
-    float16 (because of loss scaling), and if it runs twice on the same graph. Second
-    derivatives, `torch.func` transforms and forward-mode differentiation compute all logits at once.
+    float16 (because of loss scaling), and if it runs twice on the same graph. All logits are computed at once
+    for second derivatives, `torch.func` transforms, forward-mode differentiation, and gradients with respect
+    to `weight` or a float `target`.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     given = LinearLMLArguments(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)

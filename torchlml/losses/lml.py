@@ -57,15 +57,15 @@ def lml_loss(
             labels do not outweigh the others. Weights do not change the divisor of the mean.
         mask: a bool tensor that broadcasts to the shape of the logits. Entries that are False cannot be
             chosen and must not be labels.
-        offsets: int64 row boundaries of a ragged batch, as for `torchlml.lml`.
+        offsets: int64 or int32 row boundaries of a ragged batch, as for `torchlml.lml`.
         bound: whether "exactly", "at_most" or "at_least" k labels are predicted, as for `torchlml.lml`.
         group: the processes across which the labels are sharded, as for `torchlml.lml`. Class indices refer
             to the labels of all processes. `weight`, `mask` and multi-hot targets cover only the labels of
             this process. Every process gets the same loss, and the gradient with respect to its own logits.
 
     Returns:
-        The loss in the dtype of the logits (float32 under autocast): a scalar, or one number per row with the
-        reduction "none".
+        The loss in the dtype of the logits (float32 for half-precision logits under autocast): a scalar, or
+        one number per row with the reduction "none".
 
     For observed labels Y, the loss of a row is `-sum_{j in Y} log(y_j)`, where `y = lml(logits, k)`. With a
     `weight`, the mean divides by the number of rows that have a label, whereas `F.cross_entropy` divides by

@@ -44,8 +44,8 @@ def subset_loss(
             labels.
 
     Returns:
-        The loss in the dtype of the logits (float32 under autocast): a scalar, or one number per row with the
-        reduction "none".
+        The loss in the dtype of the logits (float32 for half-precision logits under autocast): a scalar, or
+        one number per row with the reduction "none".
 
     For observed labels Y, the loss of a row is `-log P(Y ⊆ S)`, where S is drawn from
     `torchlml.distributions.KSubset(k, logits)`. `lml_loss` is the same objective under the assumption that

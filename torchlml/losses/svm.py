@@ -51,8 +51,8 @@ def topk_svm_loss(
         mask: a bool tensor that broadcasts to the shape of the logits. Entries that are False are ignored.
 
     Returns:
-        The loss in the dtype of the logits (float32 under autocast): a scalar, or one number per row with the
-        reduction "none".
+        The loss in the dtype of the logits (float32 for half-precision logits under autocast): a scalar, or
+        one number per row with the reduction "none".
 
     For logits s and label y, the loss is defined as max(0, alpha + A - B). A is the mean of the k largest s_j
     with j != y, and B is the mean of s_y and the k - 1 largest s_j with j != y. The k - 1 largest s_j cancel,

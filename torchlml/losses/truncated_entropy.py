@@ -125,7 +125,10 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
-    """Return a mask of labels, masked entries and rows without labels, where a NaN must have no effect."""
+    """Return a mask of the `observed` entries (if given), masked entries and rows without labels.
+
+    These entries do not compete with a label, even if they are NaN.
+    """
     absent = ~has_label if observed is None else observed | ~has_label
     return absent if c.mask is None else absent | ~c.mask
 

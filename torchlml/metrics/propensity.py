@@ -13,7 +13,7 @@ from torchlml._arguments import Canonical, check_number, check_tensor
 from torchlml._rows import wide_dtype
 from torchlml.metrics.topk import TopKMetric, of_batch
 
-# For smaller propensities, the sums of their inverses would overflow the integers that store them.
+# For smaller propensities, the sums of their inverses could overflow the integers that store them.
 _SMALLEST = 1e-9
 
 

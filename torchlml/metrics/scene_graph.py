@@ -93,7 +93,7 @@ class SceneGraphRecall(CountingMetric):
         for name, images in (("preds", preds), ("target", target)):
             if not isinstance(images, Sequence):
                 raise TypeError(
-                    f"`{name}` must be a list with one mapping of tensors per image, but it is a "
+                    f"`{name}` must be a list with one mapping of tensors per image, but its type is "
                     f"{type(images).__name__}."
                 )
         if len(preds) != len(target):
@@ -180,7 +180,7 @@ def relation_ranks(
 ) -> Tensor:
     """Return the rank (from 0) of the first triple that matches each true relation.
 
-    The rank is `most` if no triple matches.
+    The rank is `most` if none of the `most` highest-scored triples matches.
     """
     scores = predicted["scores"].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if constrained:
@@ -232,7 +232,7 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
     ):
         where = f"`{name}[{image}]`"
         if not isinstance(given, Mapping):
-            raise TypeError(f"{where} must be a mapping of tensors, but it is a {type(given).__name__}.")
+            raise TypeError(f"{where} must be a mapping of tensors, but its type is {type(given).__name__}.")
         missing = [key for key in keys if key not in given]
         if missing:
             raise ValueError(

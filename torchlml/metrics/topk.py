@@ -19,7 +19,7 @@ from torchlml._arguments import Canonical, canonical, check_integer_k, is_sharde
 from torchlml._rows import Rows, rows_of, wide_dtype
 from torchlml._targets import read_labels
 
-# Fractions are stored in units of 2^-30: the resolution is 1e-9, and the sum of 2^33 rows fits in an int64.
+# Fractions are stored in units of 2^-30: the resolution is 1e-9, and the sum of 2^32 rows fits in an int64.
 _UNIT = 2**30
 
 
@@ -41,7 +41,7 @@ class CountingMetric(Metric):
         self._ks = tuple(check_integer_k(each) for each in self._ks)
 
     def by_k(self, values: Tensor, name: str) -> Tensor | dict[str, Tensor]:
-        """Return a value for each k as float32: a scalar for a single k, or a dict with the keys `name@k`."""
+        """Return a float32 value for each k: a scalar for an integer k, a dict (`name@k`) for a sequence."""
         values = values.float()
         if not isinstance(self.k, Sequence):
             return values[0]
@@ -229,7 +229,7 @@ class TopKMetric(CountingMetric):
         self.possible = self.possible + add_up(possible)
 
     def compute(self) -> Any:
-        """Return the result for each k, or NaN if no row has been counted yet."""
+        """Return the result for each k, or NaN if the sum in the denominator is still 0."""
         return self.by_k(ratio(self.found, self.possible), self.name)
 
 
@@ -298,7 +298,7 @@ def topk_recall(
         k: an integer or a sequence of integers.
         mask: a bool tensor that broadcasts to the shape of the scores. Entries that are False never count as
             found.
-        offsets: int64 row boundaries of a ragged batch, as for `torchlml.lml`.
+        offsets: int64 or int32 row boundaries of a ragged batch, as for `torchlml.lml`.
         ignore_index, group: as for `TopKRecall`.
 
     Returns:

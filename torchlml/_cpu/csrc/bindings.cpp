@@ -1,6 +1,5 @@
-// Registers the kernels as CPU implementations of the operators that the Python library defines. Because of LibTorch's
-// stable ABI, one binary works with every torch >= 2.10. It also works with every Python version, because no Python
-// header is included.
+// Registers the kernels as the CPU implementations of the library's operators. Because of LibTorch's stable ABI, one
+// binary works with every torch >= 2.10. It also works with every Python version, because no Python header is included.
 #include <tuple>
 
 #include "launch.h"
@@ -247,7 +246,8 @@ Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
 
 // ---------------------------------------------------------------- balanced_lml
 
-// Splits the rows into at most 64 parts of at least 64 rows. The split depends only on the size of the matrix.
+// Splits the rows into at most 64 parts of equal size, with at least 64 rows each. Only the last part may be smaller.
+// The split depends only on the size of the matrix.
 struct Parts {
   Batch tasks;  // for `launch`: each of its rows stands for one part
   int64_t rows;

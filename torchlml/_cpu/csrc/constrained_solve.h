@@ -75,8 +75,8 @@ constexpr T edge = sizeof(T) == 4 ? T(1 + 1e-6) : T(1 + 4e-15);
 // The softmax search stores e = exp(x - center) and finds the factor s for which sum(min(upper, e * s)) = k.
 //
 // Error bound. Let p be e * s as rounded, and t = min(p, upper - p) for the entries below their bounds. If s grows by a
-// factor of 1 + d, the sum grows by at least d * sum(t), because each of these entries can grow by t. If s shrinks by
-// the same factor, the sum falls by at least d * sum(p). The residual r = sum(min(upper, p)) - k therefore bounds the
+// factor of 1 + d, the sum grows by at least d * sum(t), because each of these entries can grow by t. If s shrinks by a
+// factor of 1 - d, the sum falls by at least d * sum(p). The residual r = sum(min(upper, p)) - k therefore bounds the
 // relative error of s by -r / sum(t) or r / sum(p), regardless of how many entries are close to their bounds. This
 // requires a residual that is accurate relative to sum(t), so an entry above half of its bound is counted as its exact
 // bound minus t. Blocks of 8 floats add an error of at most 3.5 * eps * sum(t). Rounding p is equivalent to changing e

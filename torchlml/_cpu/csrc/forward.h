@@ -1,5 +1,6 @@
-// The forward pass. Short rows are solved one per vector lane, and longer rows one by one. `ForwardRow::general`
-// handles the remaining rows, such as rows with infinities.
+// The forward pass. Short rows are solved one per vector lane (`LaneBlock`), and the solves of longer rows are
+// interleaved (`SideBySide`). `ForwardRow::general` handles the remaining rows, such as longer rows with a mask and
+// rows with infinities.
 #pragma once
 
 #include "lanes.h"
@@ -333,7 +334,7 @@ class LaneBlock {
   LaneSolver solver_[most_blocks];
   S nowhere_[short_row];  // a dummy output for lanes whose results are discarded
 };
-// Lanes compute in float32, so float64 rows are solved one by one.
+// Lanes compute in float32, so float64 rows are never solved in lanes.
 template <>
 class LaneBlock<double> {
  public:

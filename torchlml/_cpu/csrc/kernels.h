@@ -217,7 +217,7 @@ int processor_level();  // the x86-64 level that the processor supports: 4, 3, o
 #endif
 
 // careful.cpp and careful_constrained.cpp contain slow but simple double-precision solvers for rows that the fast
-// solvers cannot certify. A threshold is nu = -center + delta.
+// solvers cannot certify. A `Threshold` represents nu = -center + delta.
 struct Threshold {
   double center, delta;
 };

@@ -1,7 +1,7 @@
 // Solves short rows, one row per vector lane. A block of rows is transposed when it is read and when it is written, so
 // that moments, exponentials, sums and steps are vertical operations. There are no sums over lanes, and one vector
-// division serves the whole block. The method is the same as in solve.h. A row's result does not depend on its
-// neighbors, because each lane stops when its own certificate holds and does not change afterwards.
+// division serves the whole block. The method is the same as in solve.h, but without `search_gap`. A row's result does
+// not depend on its neighbors, because each lane stops when its own certificate holds and does not change afterwards.
 #pragma once
 
 #include "solve.h"
@@ -362,8 +362,9 @@ class LaneSolver {
     w_ = w_sum, bend_ = w_sum - 2.0f * (wy_sum[0] + wy_sum[1]);
   }
 
-  // Takes a Halley step on log(sum(y)) - log(k) in the active lanes. A lane whose second-order step is short takes that
-  // step and is solved. A lane that leaves the range of its exponentials becomes inactive without being solved.
+  // Takes a Halley step on log(sum(y)) - log(k) in the active lanes. A lane whose Newton step is short takes a
+  // second-order step instead and is solved. A lane that leaves the range of its exponentials becomes inactive without
+  // being solved.
   template <bool first>
   LML_INLINE void step() {
     active_ &= greater(w_, splat(static_cast<float>(L::slope)) * count_);

@@ -262,7 +262,7 @@ class LossBackwardBlock {
     return true;
   }
 
-  // Computes the gradients for all added rows. Calls `otherwise(r)` for rows whose w are too small for an accurate sum.
+  // Computes the gradients for all added rows. Calls `otherwise(r)` for rows whose sum(w) is too small to be accurate.
   template <class F>
   __attribute__((noinline)) void finish(const F& otherwise) {
     if (count_ == 0) return;

@@ -17,7 +17,7 @@
 
 extern "C" {
 
-// glibc 2.29 introduced versions of exp and log that do not set errno.
+// glibc 2.29 introduced versions of exp and log without the obsolete SVID error handling (matherr).
 double first_exp(double);
 double first_log(double);
 __asm__(".symver first_exp,exp@" LML_FIRST_GLIBC);

@@ -172,8 +172,8 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
 }
 
 // Computes 1 / a for 1 <= |a| < 1e37. On x86, it avoids division, which would be the most expensive instruction. The
-// result is accurate to about the last digit. With `rough`, only one Newton step is taken, and the magnitude of the
-// result is too small, by a relative error of up to 1e-7.
+// result is accurate to about the last digit. With `rough`, only one Newton step is taken, and before rounding, the
+// magnitude of the result is too small, by a relative error of up to 1.4e-7.
 template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {
 #if defined(__SSE2__)

@@ -107,9 +107,11 @@ struct Fit {
   Vec<T> tail;  // the last, partial vector of e
 };
 
-// Newton's method around a center. It stores e = exp(+-(x - center)) once (scaled, see vmath.h) and searches for the
-// delta in z = log e + delta. Call `begin`, then `advance` and `look` in turn as long as `advance` returns true. The
-// separate steps allow the searches of several rows to be interleaved.
+// Searches for the nu of one row, starting from nu = -center. Stores e = exp(+-(x - center)) once (scaled, see vmath.h)
+// and searches for delta in +-(x + nu) = log e + delta, where the minus signs are for a flipped target. Takes Halley
+// steps on log(sum(y)) - log(k), or Newton steps (`search_gap`) if sum(y) is nearly a staircase in nu. Call `begin`,
+// then `advance` and `look` in turn as long as `advance` returns true. The separate calls allow the searches of several
+// rows to be interleaved.
 template <class T>
 class Newton {
   using L = Limits<T>;
@@ -292,8 +294,8 @@ class Newton {
   double residual_, w_, bend_;  // the sums at delta
 };
 
-// Solves a row of finite entries by Newton's method from a center found by selection or, if that fails, by the slow
-// solver in careful.cpp. `e` also serves as space for a copy of the row.
+// Solves a row of finite entries by a search around a center found by selection or, if that fails, by the slow solver
+// in careful.cpp. `e` also serves as space for a copy of the row.
 template <class S, class T = typename Work<S>::type>
 __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e, Team team) {
   const auto copy = [&]() {
