@@ -1,6 +1,7 @@
 """The `torchlml` command, which runs a subcommand and reports a failure with a message and an exit code.
 
-The exit code is 0 on success, 1 if the command fails, 2 for invalid input, and 130 if the user interrupts it.
+The exit code is 0 on success, 1 if the command fails, 2 for invalid input or a missing package, and 130 if
+the user interrupts the command.
 Neither this module nor `commands` imports torch, so `torchlml --help` responds immediately.
 """
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _dispatch(words)
         sys.stdout.flush()
         return 0
-    except SystemExit as stop:  # after `--help`
+    except SystemExit as stop:  # after `--help`, or after an error that tyro itself prints
         return int(stop.code or 0)
     except BrokenPipeError:
         # The process reading our output has exited, as in `torchlml info | head -1`. Redirect stdout, because
@@ -126,7 +127,7 @@ def call(name: str, command: Command, arguments: Sequence[str]) -> None:
 
 def _default(kind: type[Any], required: Sequence[str]) -> Any:
     """Return the default settings, with required settings marked as missing."""
-    import tyro  # imported here, because it is slow and not needed to list the commands
+    import tyro  # imported here, because it takes about 0.1 s and is not needed to list the commands
 
     return dataclasses.replace(kind(), **dict.fromkeys(required, tyro.MISSING))
 
@@ -214,7 +215,7 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
 
 
 def _explain(name: str, by_task: Mapping[str, Command | None]) -> None:
-    """List the names of the options for every task, because the task is unknown without a run."""
+    """List the names of the options for each supported task, because the task is unknown without a run."""
     listed = []
     for task, command in by_task.items():
         if command is not None:

@@ -17,7 +17,7 @@ class Command(NamedTuple):
     summary: str = ""
     """A short description, listed in the help of commands such as `torchlml bench`."""
     required: tuple[str, ...] = ()
-    """The names of the required settings, which have no default."""
+    """The names of the settings that must be given on the command line."""
 
 
 class Task(NamedTuple):
@@ -26,7 +26,8 @@ class Task(NamedTuple):
     train: Command
     sweep: Command
     evaluate: Command
-    """Takes the run directory as its first argument, as do `predict`, `export` and `step_time`."""
+    """Takes the run directory as its first argument, as do `predict`, `export` and `step_time`.
+    Only `step_time` of `scene-graph` also works without one."""
     predict: Command | None = None
     export: Command | None = None
     step_time: Command | None = None
@@ -145,7 +146,7 @@ BENCHMARKS = {
     "losses": Command(
         "bench.settings:LossesSettings",
         "bench.targets:losses",
-        "speed of the losses, compared with cross-entropy",
+        "speed of the losses, relative to a baseline loss",
     ),
     "alternatives": Command(
         "bench.settings:read_alternatives",
@@ -257,7 +258,7 @@ FIGURES = {
     "recommend": Command(
         "figures.settings:RecommendFigureSettings",
         "figures.multilabel:recommend",
-        "recall by model and loss, from a sweep",
+        "recall and nDCG by model and loss, from a sweep",
     ),
     "missing-labels": Command(
         "figures.settings:MissingLabelsFigureSettings",
@@ -290,8 +291,8 @@ SINGLE = {
 SUMMARIES = {
     "demo": "compare five losses on digits with missing labels (one minute)",
     "which-k": "measure how a wrong value of k affects ranking and calibration",
-    "routing": "compare routers for mixtures of experts (ten minutes)",
-    "missing-labels": "compare losses with one observed label per sample (two hours)",
+    "routing": "compare routers for mixtures of experts (several minutes)",
+    "missing-labels": "compare losses with one observed label per sample (three hours)",
     "info": "show versions, kernels, threads, devices and extras",
     "gpu-check": "verify and time the Triton kernels on your GPU",
     "bench": "benchmark lml, related operators and losses",

@@ -59,7 +59,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raise `BadInput` if a directory cannot be created or written to. Nothing is created.
+    """Raise `BadInput` if a directory cannot be created or written to. The directory is not created.
 
     Args:
         option: The command-line option that gave the path, for error messages.
@@ -71,11 +71,11 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise `BadInput` if a file cannot be written. Nothing is created."""
+    """Raise `BadInput` if a file cannot be written. The file is not created."""
     if path.is_dir():
         raise BadInput(f"`{option}` must be a file, but `{path}` is a directory.")
     if path.exists() and not path.is_file():
-        raise BadInput(f"`{option}` must be a file, but `{path}` is a device.")
+        raise BadInput(f"`{option}` must be a regular file, but `{path}` is a device, pipe or socket.")
     _check_place(option, path, path.parent)
 
 
@@ -218,8 +218,8 @@ def read_record(path: Path, kind: type[Stored]) -> Stored:
 
     Args:
         path: The file.
-        kind: The dataclass. Its fields are numbers, strings, paths, literals, lists, tuples, dicts or
-            dataclasses, or unions of these. Keys in the file that are not fields are ignored.
+        kind: The dataclass. Its fields are numbers, strings, bools, None, paths, literals, lists, tuples,
+            dicts or dataclasses, or unions of these. Keys in the file that are not fields are ignored.
     """
     values = read_json(path, dict)
     try:

@@ -25,7 +25,8 @@ VERMILION, PURPLE = "#D55E00", "#C2709D"
 DARK_ORANGE = "#946200"  # for orange text
 INK, GREY, FAINT = "#7A7E85", "#8A8E95", "#80808038"
 
-# A method has the same color and marker in every figure.
+# The color and marker of each loss. Figures with several variants of a loss, or with several models, use
+# other colors or markers for some of them.
 METHODS = {
     "cross-entropy": (ORANGE, "o"),
     "bce": (SKY, "^"),
@@ -268,7 +269,9 @@ def read_sweeps(
 
 
 def check_not_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
-    """Raise `BadInput` if a method was run with several sets of hyperparameters, which must not be averaged.
+    """Raise `BadInput` if a method was run with several sets of hyperparameters.
+
+    The results of different hyperparameters must not be averaged.
 
     Args:
         path: The CSV, for error messages.

@@ -5,7 +5,7 @@ import torch
 from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
 from torchlml_lab.studies.digits import model, which_k
-from torchlml_lab.studies.digits.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED
+from torchlml_lab.studies.digits.which_k import AT_MOST, EXACTLY, PREDICTED, TRUE_K
 
 
 def test_images_of_one_to_five_digits():
@@ -31,7 +31,7 @@ def test_sums_of_the_probabilities():
     expected = {
         EXACTLY: k.expand(2, 3),
         AT_MOST: free.minimum(k),
-        OF_ROW: number,
+        TRUE_K: number,
         PREDICTED: outputs[..., 10].clamp(0, 10),
     }
     for method, total in expected.items():
@@ -48,11 +48,11 @@ def test_each_method_uses_only_its_stated_information():
     for method in {method for _, _, method in which_k.PLAN}:
         losses = [which_k.loss_of(method, outputs, observed, number, k) for number in (one, other)]
         assert losses[0].shape == (2, 4)
-        assert torch.equal(*losses) == (method not in (OF_ROW, PREDICTED)), method
+        assert torch.equal(*losses) == (method not in (TRUE_K, PREDICTED)), method
         more = which_k.loss_of(method, outputs, observed, one, k + 1)
         assert torch.equal(more, losses[0]) == (method not in (EXACTLY, AT_MOST)), method
     head = which_k.loss_of(PREDICTED, outputs, observed, one, k)
-    told = which_k.loss_of(OF_ROW, outputs, observed, one, k)
+    told = which_k.loss_of(TRUE_K, outputs, observed, one, k)
     torch.testing.assert_close(head - told, (outputs[..., 10] - 2).square())
 
 

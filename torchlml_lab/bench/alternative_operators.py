@@ -210,7 +210,9 @@ ALTERNATIVES = (
         "torchsort", soft_ranks, _without("torchsort", " (`pip install --no-build-isolation torchsort`)")
     ),
     # The default method of softtorch compares all pairs of entries, which is too slow for long rows.
-    Alternative("softtorch", soft_index, _without("softtorch", " (it needs Python 3.12)"), longest=1000),
+    Alternative(
+        "softtorch", soft_index, _without("softtorch", " (it needs Python 3.12 or later)"), longest=1000
+    ),
     # A network for n entries has n layers and is rebuilt in every call.
     Alternative(
         "difftopk", sorting_network, _without("difftopk", needs="diffsort"), longest=100, float32_only=True

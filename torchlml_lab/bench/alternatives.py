@@ -167,7 +167,7 @@ def _measures(values: Values, n: int) -> Iterator[list[str]]:
 
 
 def _exact(row: Measurement) -> str:
-    """Format a count or a large error in full, and a small error with one significant digit.
+    """Format a count or a large error as an integer, and a small error with one significant digit.
 
     An infinite gradient error means that the reference gradient is zero everywhere. It is shown as "zero".
     """

@@ -53,7 +53,7 @@ def case_grid(
 
     Returns:
         The cases with 1 <= k <= n - 1. The batch size is reduced so that no tensor has more than 4,000,000
-        entries. If there are no cases, `BadInput` is raised.
+        entries, but not below 1. If there are no cases, `BadInput` is raised.
     """
     found = dict.fromkeys(
         Case(n, k, min(batch, max(1, MOST_ENTRIES // n)), scale, dtype, number)
@@ -128,7 +128,8 @@ LAYER = (
     Provider("lml-torch", lambda x, k: _PurePyTorch.apply(x, k)),
     Provider("lml-bracketing", lambda x, k: torch.sigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))),
     Provider("sigmoid", lambda x, k: torch.sigmoid(x)),
-    # No forward pass can move fewer bytes than a copy, so a copy shows the limit set by memory bandwidth.
+    # A function with one output per logit cannot move fewer bytes than a copy, so a copy shows the limit that
+    # memory bandwidth sets for such functions.
     Provider("copy", lambda x, k: x.clone()),
     Provider("topk", lambda x, k: torch.topk(x, k, dim=-1).values),
     Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),

@@ -202,7 +202,7 @@ def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], widt
 def _columns(
     rows: Sequence[Measurement], unit: str, varying: Sequence[str], earlier: Mapping[Key, Measurement]
 ) -> tuple[list[Column], list[Column]]:
-    """Return the columns with the case and the softmax value, and one column of ratios for each provider."""
+    """Return the columns with the case and the softmax value, and a column of ratios per other provider."""
     by_case: dict[object, dict[str, Measurement]] = defaultdict(dict)
     for row in rows:
         by_case[row.case][row.provider] = row
@@ -271,7 +271,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
     with plots.new_figure(plot, plots.PAGE, 3.1, csv) as figure:
         panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
         ends = [
-            # The backward pass of a copy does nothing.
+            # A copy is drawn only in the forward panel, because its backward pass does nothing.
             _draw_panel(
                 panel, [r for r in here if r.mode == mode and (mode == "forward" or r.provider != "copy")]
             )

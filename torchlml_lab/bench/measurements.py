@@ -179,7 +179,7 @@ def read(path: Path, option: str) -> list[Measurement]:
             return [_row(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         said = reason(error) if isinstance(error, OSError) else error
-        raise BadInput(f"`{path}` (`{option}`) is not a benchmark CSV: {said}.") from error
+        raise BadInput(f"`{path}` (`{option}`) cannot be read as a benchmark CSV: {said}.") from error
 
 
 def append(path: Path, rows: Iterable[Measurement]) -> None:

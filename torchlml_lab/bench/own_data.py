@@ -206,7 +206,7 @@ def differences(methods: Runs, metric: str) -> list[float]:
 
 
 def summary(rows: Sequence[OwnDataRecord], metric: str) -> str:
-    """Format a Markdown table of torchlml and the best other method on each data set by one of `METRICS`."""
+    """Format a Markdown table that compares torchlml with the best other method by one of `METRICS`."""
     lines = []
     for (data, samples), methods in grouped(rows).items():
         best = best_other(methods, metric)

@@ -81,7 +81,7 @@ def _with(solver: Solver, c: float | None) -> Callable[[Problem], Prediction]:
     Without tuning, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other features
     are not scaled. With tuning, texts become sublinear TF-IDF vectors of words and word pairs, and samples
     without texts are scaled to norm 1. C is the value in `CS` with the best nDCG@5 on validation samples, and
-    the decision rule is chosen on the same samples. The model is then fitted again on all samples.
+    the decision rule is chosen on the same samples. The model is then fitted again on all training samples.
     """
 
     def tune(problem: Problem, prepare: Callable[[LabeledRows], Matrix]) -> tuple[float, Rule]:

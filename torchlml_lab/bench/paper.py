@@ -339,7 +339,10 @@ def _growth(taken: Mapping[Problem, float]) -> list[float]:
 
 
 def span(ratios: Sequence[float]) -> str:
-    """Format the smallest and largest ratios with two digits, or one value if both are formatted the same."""
+    """Format the smallest and largest ratios, or one value if both are formatted the same.
+
+    Ratios below 10 have at most two significant digits. Larger ratios are rounded to integers.
+    """
     ends = (f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in (min(ratios), max(ratios)))
     return " to ".join(dict.fromkeys(ends))
 
@@ -391,7 +394,8 @@ def draw(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -
     """Draw one panel per row length, with medians as points and 20th to 80th percentiles as bands.
 
     Args:
-        rows: The results from `torchlml bench paper`. If a measurement was repeated, its last row is used.
+        rows: The results from `torchlml bench paper`. Only those with the number of threads of the last row
+            are used. If a measurement was repeated, its last row is used.
         picture: The PNG or SVG file to write.
         csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """

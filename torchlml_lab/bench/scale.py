@@ -101,7 +101,8 @@ def memory(settings: ScaleSettings) -> Iterator[Measurement]:
     """Measure the memory that a step uses beyond the weight gradient, relative to a budget of 64 MiB."""
     for batch in (settings.batch // 4 or 1, settings.batch, 4 * settings.batch):
         calls = steps(batch, settings.labels, settings.features)
-        # For the largest batch, two copies of all logits would exceed the memory of many machines.
+        # For the largest batch, two copies of all logits (1.6 GB by default) could exceed the memory of a
+        # small machine.
         ways = _WAYS[:1] if batch > settings.batch else _WAYS[:3]
         for name in ways:
             added = (added_bytes(calls[name]) - 4 * settings.labels * settings.features) / 2**20
@@ -211,7 +212,7 @@ class TrainingRecord:
     forecast_seconds: float
     """The time that `train` forecasts for this pass, or 0 with several processes."""
     memory_mb: float
-    """The peak memory of a process."""
+    """The peak memory of the first process."""
     forecast_mb: float
     seconds: float
     """The duration of the whole measurement."""

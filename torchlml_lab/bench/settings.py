@@ -16,7 +16,7 @@ class TimingSettings:
     """The settings shared by all benchmarks that time their methods in rounds."""
 
     repetitions: int = 100
-    """Maximum number of rounds. Each round times every method once and computes its ratio to the baseline."""
+    """Maximum number of rounds. In each round, every method with time left is compared with the baseline."""
     seconds: float = 4.0
     """Seconds per comparison, divided equally among its methods. Each method runs at least once."""
     csv: Path = Path("torchlml-bench.csv")
@@ -71,7 +71,7 @@ class GridBenchmarkSettings(TimingSettings):
     ks: tuple[str, ...] = ("5", "n/2")
     """Values of k: integers, `n/NUMBER` or `n-NUMBER`. Values outside 1 to n-1 are skipped."""
     batches: tuple[int, ...] = (256,)
-    """Batch sizes, reduced for long rows so that no tensor has more than 4,000,000 entries."""
+    """Batch sizes, reduced for long rows to at most 4,000,000 entries per tensor, but at least one row."""
     scales: tuple[float, ...] = (1.0, 12.0)
     """Standard deviations of the logits."""
     dtypes: tuple[str, ...] = ("float32",)
@@ -85,7 +85,7 @@ class GridBenchmarkSettings(TimingSettings):
     metrics: tuple[str, ...] = field(default_factory=_metrics)
     """Metrics to measure: `time` per call, and the peak `memory` that a call adds (Linux only)."""
     plot: Path | None = None
-    """PNG or SVG file for a plot of all times in the CSV. By default, NAME.png for NAME.csv."""
+    """PNG or SVG file for a plot of this benchmark's times in the CSV. By default, NAME.png for NAME.csv."""
     compare: Path | None = None
     """CSV file from an earlier run. Its ratios are shown next to the new ones."""
     quick: bool = False
@@ -116,7 +116,8 @@ class ConstrainedSettings(GridBenchmarkSettings):
     """Measure the time and memory of operators related to lml, relative to softmax."""
 
     plot: Path | None = None
-    """PNG or SVG file for a plot of all times in the CSV. By default, NAME-constrained.png for NAME.csv."""
+    """PNG or SVG file for a plot of this benchmark's times in the CSV. By default, NAME-constrained.png for
+    NAME.csv."""
 
 
 @dataclass(frozen=True)

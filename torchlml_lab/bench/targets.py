@@ -279,7 +279,7 @@ def _competitors(case: Case) -> dict[str, dict[str, Callable[[], object]]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several losses on the same problem. Ratios are relative to the first loss."""
+    """Several losses on problems of the same size. Ratios are relative to the first loss."""
 
     operator: str
     case: Case

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
 
-# The minimum duration of a sample. Short calls are repeated within a sample, so that reading the clock takes
-# less than one percent of the time.
+# The approximate minimum duration of a sample. Short calls are repeated within a sample, so that reading the
+# clock takes less than one percent of the time.
 _SAMPLE_SECONDS = 0.5e-3
 _WARM_UP_SECONDS = 20e-3
 
@@ -81,7 +81,8 @@ def race(
         repetitions: The maximum number of rounds.
         seconds: The time budget that the calls share. Once it is used up, no further round starts.
         after_round: Called between rounds, outside the timed sections.
-        sample_seconds: The minimum duration of a sample. Longer samples reduce the effect of cold caches.
+        sample_seconds: The approximate minimum duration of a sample. Longer samples reduce the effect of cold
+            caches.
 
     Returns:
         The timing of each call by name. Ctrl-C raises `Stopped` if at least one round is complete.

@@ -125,8 +125,9 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         ['cup', 'milk']
 
     Args:
-        k: the number of labels per sample: an integer, or "labels". With "labels", training uses each
-            sample's own number of labels, and predictions use the mean number, rounded to an integer (`k_`).
+        k: the number of labels per sample: an integer, or "labels". With "labels", the LML loss uses each
+            sample's own number of labels. Predictions and the loss "truncated-entropy" use the mean number,
+            rounded to an integer (`k_`).
         hidden: the size of the hidden layer; 0 for a linear model.
         dropout: the dropout probability of the hidden layer.
         loss: "lml", "softmax", "bce" or "truncated-entropy".

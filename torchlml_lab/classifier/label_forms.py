@@ -88,7 +88,7 @@ def learn_form(labels: Any) -> LabelForm:
         return LabelForm("indicator", np.arange(array.shape[1]))
     if isinstance(labels, (list, tuple)) and array.dtype.kind in "fO" and all(map(_is_integer, labels)):
         raise ValueError(
-            "`y` must contain integers of at most 64 bits, but they range from "
+            "`y` must contain integers that fit in int64, but they range from "
             f"{min(labels)} to {max(labels)}. Pass them as strings."
         )
     check_classification_targets(column_or_1d(labels, warn=True))
@@ -117,7 +117,7 @@ def _sorted_names(rows: list[list[Any]]) -> Any:
     if len({isinstance(name, str) for name in names}) > 1:
         kinds = sorted({type(name).__name__ for name in names})
         raise ValueError(f"`y` must contain names of one type, but their types are {' and '.join(kinds)}.")
-    # numpy would convert integers beyond 64 bits to floats.
+    # numpy may convert a list with integers both below and above the maximum of int64 to floats.
     large = any(_is_integer(name) and not -(2**63) <= name < 2**63 for name in names)
     return np.array(sorted(names), dtype=object if large else None)
 

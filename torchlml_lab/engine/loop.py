@@ -252,7 +252,7 @@ def needs(task: Task, batch_size: int) -> Needs:
 
     Returns:
         The estimates. If a batch takes very long, the time of the forward and backward passes is extrapolated
-        from a few samples. The time of a dense update is extrapolated from a subset of the parameters.
+        from a few samples. The time of a dense update is extrapolated from a limited number of entries.
         The memory is the peak so far or, if larger, the memory of a training step or an evaluation, including
         the gradients and the optimizer state.
     """

@@ -85,7 +85,7 @@ class ProgressBar(Progress):
         self._say()
 
     def _say(self) -> None:
-        """Print a line if enough time has passed since the last one. The interval doubles with each line."""
+        """Print a line if enough time has passed since the last. The interval doubles, up to a minute."""
         now = time.monotonic()
         if not self._plain or now - self._last_line < self._wait:
             return

@@ -239,8 +239,8 @@ def _reporting(report: Any) -> AbstractContextManager[None]:
 def _own_help(grouped: bool) -> Iterator[None]:
     """Change tyro's help: group the options, show required ones in the usage, and wrap texts evenly.
 
-    "(default: None)" and "(default: False)" are omitted, because the help texts explain the default. The
-    patched functions are not part of tyro's stable API. If a version lacks them, its help is not changed.
+    The defaults None, False and () are omitted, because the help texts explain them. The patched functions
+    are not part of tyro's stable API. If a version lacks them, its help is not changed.
     """
     from tyro import _arguments
 

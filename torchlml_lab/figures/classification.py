@@ -20,11 +20,11 @@ from torchlml_lab.studies.digits.which_k import (
     AT_MOST,
     BCE,
     EXACTLY,
-    OF_ROW,
     PREDICTED,
     SITUATIONS,
     SOFTMAX,
     TABLE,
+    TRUE_K,
     WhichKRecord,
 )
 
@@ -111,7 +111,7 @@ _MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "ca
 # The second line is dashed, because it covers the first one for small k.
 _BY_K = {EXACTLY: (plots.BLUE, "P-"), AT_MOST: (plots.VERMILION, "1--")}
 _LEVELS = {
-    OF_ROW: (plots.GREEN, "-"),
+    TRUE_K: (plots.GREEN, "-"),
     PREDICTED: (plots.PURPLE, "--"),
     SOFTMAX: (plots.ORANGE, "-."),
     BCE: (plots.SKY, ":"),

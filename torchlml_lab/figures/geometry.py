@@ -59,7 +59,7 @@ def in_space(p: Tensor) -> Tensor:
 
 
 def draw_polytopes(picture: Path) -> None:
-    """Draw two triangles in a cube and an octahedron, each with the path of lml(x / T, k) as T changes."""
+    """Draw two triangles in a cube, and an octahedron, each with the path of lml(x / T, k) as T changes."""
     with new_figure(picture, PAGE, 3.1) as figure:
         figure.set_layout_engine("none")
         _draw_triangles(_axes(figure, 0.0, 1.02, (20, 24)))

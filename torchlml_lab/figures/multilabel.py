@@ -113,7 +113,8 @@ def draw(rows: Sequence[LabelRecord], picture: Path, csv: Sequence[Path] = ()) -
 
 
 _KEPT = {"1.0": "all", "0.5": "half", "0.3": "30%", "one": "one"}
-# Losses that are always more than this many points below softmax are not drawn.
+# Losses whose difference from softmax is always below this many points do not extend the y-axis. Such a loss
+# is drawn only if its best point lies within the axis.
 _LOWEST = -3.0
 
 Points = dict[str, list[tuple[int, float, float]]]

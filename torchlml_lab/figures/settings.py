@@ -78,12 +78,13 @@ class BenchmarksFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/benchmarks.png")
     csv: tuple[Path, ...] = ()
-    """CSV files from `torchlml bench` (layer, losses, short); by default, your own, or else results/*.csv."""
+    """CSV files from `torchlml bench` (layer, constrained, losses, short); by default, your own CSV, or else
+    those in results/."""
 
 
 @dataclass(frozen=True)
 class BandwidthFigureSettings(CsvFigureSettings):
-    """Draw the speed of softmax and lml relative to the speed of copying the same data."""
+    """Draw the speed of softmax, sigmoid and lml relative to the speed of copying the same data."""
 
     out: Path = Path("torchlml-figures/bandwidth.png")
 

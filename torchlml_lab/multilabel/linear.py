@@ -160,8 +160,8 @@ class _Preconditioner:
     """A preconditioner for `x xᵀ + penalty I`, based on the leading eigenvectors of `x xᵀ`.
 
     Common words lead to eigenvalues far above the penalty, so without a preconditioner, conjugate gradients
-    would need many steps. The eigenvectors come from a randomized Nyström approximation (Frangella, Tropp,
-    Udell 2023).
+    would need many steps. The eigenvectors come from a randomized range finder and the Rayleigh–Ritz method.
+    The preconditioner has the form that Frangella, Tropp and Udell (2023) use with a Nyström approximation.
     """
 
     def __init__(self, x: Matrix, transposed: Matrix) -> None:

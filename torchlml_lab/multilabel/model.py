@@ -353,7 +353,9 @@ def _temperature(run: Path) -> float:
         return 1.0
     temperature = read_json(path, dict).get("temperature")
     if not isinstance(temperature, float) or not 0 < temperature < float("inf"):
-        raise BadInput(f"`{path}` is damaged: `temperature` must be positive, but it is {temperature}.")
+        raise BadInput(
+            f"`{path}` is damaged: `temperature` must be a finite, positive float, but it is {temperature}."
+        )
     return temperature
 
 

@@ -2,8 +2,8 @@
 
     torchlml bench one-vs-rest --train FILE --test FILE --csv one-vs-rest.csv
 
-It uses the same inputs and the same split as `torchlml train multilabel`. C is selected on the validation
-samples, like the learning rate of the networks.
+It uses the same inputs and the same split as `torchlml train multilabel --model network`. C is selected on
+the validation samples, like the learning rate of the networks.
 """
 
 import math

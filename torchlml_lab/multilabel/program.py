@@ -35,7 +35,7 @@ class LabelModel:
 
     Samples can be a list of texts, a table (a pandas DataFrame, a mapping from column names to values, or a
     list of mappings) or the `pathlib.Path` of a file. If the run was trained on sparse features, they can be
-    a SciPy sparse matrix or a path. A table must have the columns of the training file, but needs no labels.
+    a SciPy sparse matrix or a path. A table must have the text and number columns that the run uses.
     Invalid samples raise `ValueError`.
 
     Args:
@@ -103,7 +103,7 @@ class LabelModel:
                 raise BadInput(f"`samples` must be {self._wanted}, but it is a sparse matrix.")
             features = sparse.csr_array(samples, dtype=np.float32)
             if not np.isfinite(features.data).all():
-                raise BadInput("`samples` must contain only finite numbers.")
+                raise BadInput("`samples` must contain only numbers that are finite in float32.")
             return LabeledRows(features, sparse.csr_array((features.shape[0], 0), dtype=np.int8), [])
         if columns is None:
             raise BadInput(f"`samples` must be {self._wanted}, but it is {_described(samples)}.")

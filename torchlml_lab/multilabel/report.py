@@ -212,8 +212,8 @@ class Report:
             "Macro-F1 is the mean F1 over the labels that occur in the samples or in the chosen sets. "
             f"The calibration error is {100 * self.calibration_error:.2f}% over all labels and "
             f"{100 * self.top_calibration_error:.2f}% over the top k labels of each sample (k = {k}). It is "
-            "the mean difference between the predicted probability and the share of correct labels in "
-            f"{BINS} bins.",
+            "the mean absolute difference between the mean predicted probability and the share of correct "
+            f"labels over {BINS} bins, weighted by the number of predictions in each bin.",
             "",
         ]
 

@@ -32,7 +32,7 @@ from torchlml_lab.multilabel.losses import PADDING
 from torchlml_lab.multilabel.preparation import LaterInputs
 from torchlml_lab.multilabel.settings import MultilabelSettings
 
-FEWEST = 10  # the minimum number of labeled samples for training
+FEWEST = 10  # the minimum number of labeled samples in `--train`
 EMBEDDINGS = "embeddings.npz"  # in the run directory
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _HASHED = 2**20  # the number of array entries that are hashed at once
@@ -52,7 +52,7 @@ def files_of(given: Paths, option: str) -> list[Path]:
     """List the files that are given as the value of an option.
 
     Args:
-        given: Files, directories (all files in them), and patterns like `part-*.csv`.
+        given: Files, directories (all files in them except hidden ones), and patterns like `part-*.csv`.
         option: The name of the option, for error messages.
 
     Returns:
@@ -278,7 +278,7 @@ def read(settings: MultilabelSettings) -> Data:
 
 
 def split(settings: MultilabelSettings, files: Files) -> Data:
-    """Apply `--keep` to the training labels and, without a validation file, hold out validation samples."""
+    """Apply `--keep` to the labels of `--train` and, without `--valid`, hold out validation samples."""
     rows = replace(files.train, labels=kept_labels(files.train.labels, settings.keep, settings.seed))
     training, validation = set_aside(rows) if files.valid is None else (rows, files.valid)
     return Data(training, validation, files.test, files.columns, files.notes, files.encoder)

@@ -72,7 +72,7 @@ class MultilabelSettings(TrainSettings):
     column of 0s and 1s, and skips them otherwise."""
     encoder: str | None = None
     """Encode texts with this sentence-transformers model (a directory or a name) instead of TF-IDF. Requires
-    the extra `encoder`. The embeddings of all samples are stored in the run directory."""
+    the `encoder` extra. The embeddings of all samples are stored in the run directory."""
     loss: LossName = "lml"
     """The loss function: lml, softmax, bce or truncated-entropy."""
     k: int | PerRow | None = None
@@ -88,15 +88,15 @@ class MultilabelSettings(TrainSettings):
     dropout: float = 0.5
     """The dropout probability of the hidden layer, at least 0 and less than 1."""
     keep: float | Literal["one"] = 1.0
-    """For experiments with missing labels: the fraction of the training labels to keep. At least one label
-    per sample is kept; `one` keeps exactly one."""
+    """For experiments with missing labels: the fraction of the labels in `--train` to keep. At least one
+    label per sample is kept; `one` keeps exactly one."""
     epochs: int = 200
     """The maximum number of epochs."""
     patience: int | None = None
     """Stop after this many epochs without improvement. The default corresponds to 100 steps, but is at least
     5 epochs (3 with a linear model)."""
     batch_size: int = 128
-    """The number of samples per step over all processes; must be a multiple of the number of processes."""
+    """The number of samples per step across all processes; must be a multiple of the number of processes."""
     learning_rate: float = 0.005
     """The learning rate of Adam. With `--hidden 0`, it is multiplied by ten."""
 
@@ -130,7 +130,7 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class PredictSettings:
-    """Predict the labels of new samples, and print the probability that each label is in the top k."""
+    """Predict the labels of new samples, and print them with their probabilities."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""

@@ -43,7 +43,7 @@ from torchlml_lab.multilabel.preparation import LaterInputs, Preparation
 from torchlml_lab.multilabel.samples import Batches, Data, digest, label_lists, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
 
-# The settings that, together with the samples and the model, determine the weights of a run.
+# `--continue-from` keeps the weights of a run that stopped early if these settings and the samples match.
 _TRAINING = ("loss", "k", "dropout", "epochs", "patience", "batch_size", "learning_rate", "mixed_precision")
 PATIENT_STEPS = 100  # the default patience; an epoch of a small file has too few steps to judge progress
 
@@ -193,7 +193,7 @@ class LinearFit:
         model.linear = self.held_out().to(next(model.parameters()).device)
 
     def refit(self, model: nn.Module, folder: Path | None) -> None:
-        """Fit the linear part on all samples, and write it to the run directory."""
+        """Fit the linear part on all samples if `refits` is set, and write it to the run directory."""
         assert isinstance(model, LabelNetwork)
         if self.start is not None and self.penalty == math.inf:
             self.final_part = self.start.final

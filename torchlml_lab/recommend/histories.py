@@ -80,7 +80,7 @@ def some_users(have: Interactions, count: int) -> Interactions:
 
 
 def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Interactions, Interactions]:
-    """Hold out a fifth of the items of some users, chosen independently of the run's seed.
+    """Hold out a fifth (rounded up) of the items of some users, chosen independently of the run's seed.
 
     Args:
         have: All user-item pairs.
@@ -109,13 +109,13 @@ def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Int
 
 
 def popular_items(have: Interactions) -> Tensor:
-    """Return all items, most popular first. Equally popular items are in file order."""
+    """Return all items, most popular first. Equally popular items are sorted by index."""
     counts = torch.bincount(have.item, minlength=len(have.items))
     return counts.argsort(descending=True, stable=True)
 
 
 def by_popularity(have: Interactions) -> Callable[[Batch], Tensor]:
-    """Return the popularity baseline, a function that scores items (R, n) by popularity for all users."""
+    """Return the popularity baseline, a function that maps a batch to popularity scores (R, n)."""
     scores = torch.empty(len(have.items))
     scores[popular_items(have)] = -torch.arange(len(have.items), dtype=scores.dtype)
     return lambda batch: scores.to(batch.users.device).expand(len(batch.users), -1)
@@ -176,12 +176,13 @@ def read(settings: RecommendSettings) -> Data:
         if later is not None and not len(later):
             raise BadInput(
                 f"`--users` must select at least one user with a pair in `{settings.test}`, but the "
-                f"{settings.users} selected users have none."
+                f"{counted(settings.users, 'selected user has', 'selected users have')} none."
             )
     able = int((have.counts > 1).sum())
     if not able:
         raise BadInput(
-            f"`--train` must have a user with at least two items, but `{settings.train}` has none."
+            "`--train` must have a user with at least two items, but the users of this run have at most one "
+            f"in `{settings.train}`."
         )
     count = settings.validation or max(min(100, able // 4), min(3000, able // 10), 1)
     training, validation = set_aside(have, count, settings.latest)

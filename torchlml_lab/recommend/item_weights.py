@@ -250,7 +250,7 @@ def memory_needed(model: ClosedForm, users: int, items: int) -> int:
 
 
 def memory_available() -> int:
-    """Return the available memory in bytes, or the total memory if the system does not report it."""
+    """Return the available memory in bytes. If it is unknown, return the total memory, or else 8 GiB."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:

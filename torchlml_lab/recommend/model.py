@@ -197,8 +197,8 @@ class Autoencoder(nn.Module):
     def __init__(self, items: int, dimension: int, dropout: float, level: float) -> None:
         super().__init__()
         self.dropout = dropout
-        # The input has norm 1 for any number of items, so the encoder is initialized like an embedding and
-        # the decoder like a linear layer.
+        # The input has norm 1 for any number of items. At the start, the hidden layer therefore has a norm of
+        # about 1, and all scores are close to `level`.
         self.encoder = nn.Parameter(torch.randn(items, dimension) / dimension**0.5)
         self.encoder_bias = nn.Parameter(torch.zeros(dimension))
         self.decoder = nn.Parameter(torch.randn(items, dimension) / dimension)
@@ -220,7 +220,7 @@ class Mixture(nn.Module):
 
     Args:
         models: The models by name.
-        factors: The weights of the models by name.
+        factors: The factors by which the scores of the models are multiplied, by name.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], factors: Mapping[str, float]) -> None:

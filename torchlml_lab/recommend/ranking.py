@@ -21,7 +21,7 @@ ROWS = 128  # the number of users that are scored at a time
 class RankedItems(NamedTuple):
     """The inputs of a ranking metric: the top items of each user, and the labels ranked below them.
 
-    The shapes refer to the arguments of `rank`.
+    The shapes refer to the arguments of `rank`, where a `most` greater than n counts as n.
     """
 
     scores: Tensor
@@ -29,7 +29,8 @@ class RankedItems(NamedTuple):
     is_label: Tensor
     """bool (R, most + L), whether an entry is an item to predict."""
     there: Tensor
-    """bool (R, most + L), False for padding and for items that the user already has."""
+    """bool (R, most + L), False for padding, for items that the user already has, and for labels in the last
+    L columns that are also among the top items."""
 
 
 def without(scores: Tensor, history: Tensor) -> Tensor:

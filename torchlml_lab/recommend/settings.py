@@ -41,10 +41,11 @@ class RecommendSettings(TrainSettings):
     """ease is a linear model with a closed-form solution. graph-filter smooths a user's items over the graph
     of users and items. autoencoder is a network that maps a user's items to a score for every item.
     matrix-factorization learns a vector for every user and item, and scores items by cosine similarity. auto
-    trains all four and adds their scores, with weights chosen on the validation users."""
+    trains all four (ease and graph-filter only if they fit in memory) and adds their scores, with weights
+    chosen on the validation users."""
     loss: AnyLossName | None = None
-    """The loss over all items: lml, softmax, bce, truncated-entropy or topk-softmax. The default is lml, or
-    bce for matrix factorization without graph layers."""
+    """The loss over all items: lml, softmax, bce, truncated-entropy or topk-softmax. The default is lml,
+    except for matrix factorization without graph layers, where it is bce unless `--k` is given."""
     k: int | PerRow | None = None
     """The number of items to predict. With lml, `labels` means each user's own number of items. The default
     is `labels` for lml, 1 for truncated-entropy and 20 for topk-softmax."""

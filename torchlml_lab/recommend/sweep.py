@@ -30,7 +30,7 @@ class RankingRecord:
 
     model: str
     layers: int
-    """The number of graph layers for matrix factorization; 0 for other models."""
+    """The number of graph layers for matrix factorization, also within `auto`; 0 for other models."""
     loss: str
     """The loss and its k, such as `lml-20`, or `own` for models that are not trained with a single loss."""
     users: int

@@ -123,7 +123,7 @@ def loss_of(settings: RecommendSettings) -> LabelLoss:
 def train_all(
     settings: RecommendSettings, read: Callable[[RecommendSettings], Data], console: Console
 ) -> dict[str, Any]:
-    """Train every model in its own subdirectory of the run directory, then choose the weights of the models.
+    """Train each model that fits in memory in its own subdirectory, then choose the weights of the models.
 
     Args:
         settings: The settings of the run.

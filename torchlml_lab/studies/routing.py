@@ -262,8 +262,8 @@ def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
     """
     panels = {
         "validation_loss": f"validation loss − {next(iter(ROUTERS))}",
-        "load": "largest load, training",
-        "validation_load": "largest load, inference",
+        "load": "busiest expert, training",
+        "validation_load": "busiest expert, inference",
     }
     with plots.new_figure(picture, plots.PAGE, 3.0, [csv]) as figure:
         for axes, (name, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):

@@ -56,7 +56,9 @@ class RoutingSettings:
 
 @dataclass(frozen=True)
 class MissingLabelsSettings:
-    """Tune 17 methods with the same procedure, and train them with one observed label per sample.
+    """Tune and train 17 methods with the same procedure, 15 of them with one observed label per sample.
+
+    The other two are references that use fully labeled samples.
 
     Results are saved to `tuning.csv` and `results.csv` as they become available. If the command is
     interrupted, run it again to continue.

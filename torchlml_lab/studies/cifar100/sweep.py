@@ -42,9 +42,10 @@ class AccuracyRecord:
     test_top1: float
     test_topk: float
     train_top1: float
-    """Top-1 accuracy on the noisy training labels after the last epoch; 1 if all labels are memorized."""
+    """Top-1 accuracy on the noisy labels of up to 5000 training samples after the last epoch; 1 if all of
+    these labels are memorized."""
     train_topk: float
-    """Top-k accuracy on the noisy training labels after the last epoch."""
+    """Top-k accuracy on the same noisy labels after the last epoch."""
     last_top1: float
     """Top-1 accuracy on the validation samples, which have clean labels, after the last epoch."""
     last_topk: float

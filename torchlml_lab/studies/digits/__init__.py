@@ -1,1 +1,1 @@
-"""The demo experiment: images of k digits with one observed label, and a comparison of five losses."""
+"""Experiments on images of handwritten digits: a comparison of five losses, and the effect of a wrong k."""

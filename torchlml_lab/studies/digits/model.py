@@ -1,8 +1,8 @@
-"""The images, networks and metrics of the demo.
+"""The images, networks and metrics of the demo, which `torchlml which-k` also uses.
 
-Each image shows k different handwritten digits side by side, and one of them is the observed label. The
-digits come with scikit-learn, so nothing is downloaded. They are split into training and test sets before the
-images are composed, so that no handwritten digit occurs in both.
+In the demo, each image shows k different handwritten digits side by side, and one of them is the observed
+label. The digits come with scikit-learn, so nothing is downloaded. They are split into training and test sets
+before the images are composed, so that no handwritten digit occurs in both.
 
 There is one data set for each combination of seed and condition, and each data set has its own network. For
 speed, the networks of a method are trained together as stacked matrices. All losses use the same

@@ -29,7 +29,7 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
         k: The number of digits in an image.
 
     Returns:
-        Complete sentences; every number in them is computed from `results`.
+        Complete sentences; all measurements in them are computed from `results`.
     """
 
     def average(method: str, measure: str) -> float:
@@ -53,8 +53,8 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
         f"Calibration: {_calibration(results, condition)}",
         f"Softmax scaled by k: if k is known, the softmax can also be multiplied by k. This predicts "
         f"{average(SCALED, 'exact'):.0%} of the sets exactly, and LML predicts {average('LML', 'exact'):.0%} "
-        f"({_verdict(results, condition, 'exact', 'LML', SCALED)}). Its calibration error is "
-        f"{average(SCALED, 'calibration_error'):.3f}, and that of LML is "
+        f"({_verdict(results, condition, 'exact', 'LML', SCALED)}). The calibration error of "
+        f"the scaled softmax is {average(SCALED, 'calibration_error'):.3f}, and that of LML is "
         f"{average('LML', 'calibration_error'):.3f} "
         f"({_verdict(results, condition, 'calibration_error', 'LML', SCALED)}).",
     ]

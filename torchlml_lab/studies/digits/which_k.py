@@ -20,7 +20,7 @@ from torchlml_lab.studies.settings import WhichKSettings
 
 KS = tuple(range(1, 9))
 MOST = 5
-EXACTLY, AT_MOST, OF_ROW, PREDICTED = "lml", "lml, at most k", "lml, k of the row", "lml, k predicted"
+EXACTLY, AT_MOST, TRUE_K, PREDICTED = "lml", "lml, at most k", "lml, true k", "lml, predicted k"
 SOFTMAX, BCE = "cross-entropy", "bce"
 FIXED, VARYING = "3 digits", "1 to 5 digits"
 ONE, ALL = "one", "all"
@@ -29,8 +29,8 @@ SITUATIONS = ((FIXED, ONE), (VARYING, ONE), (VARYING, ALL))
 PLAN = tuple(
     (digits, named, method)
     for digits, named in SITUATIONS
-    for method in (EXACTLY, AT_MOST, OF_ROW, PREDICTED, SOFTMAX, BCE)
-    if digits == VARYING or method not in (OF_ROW, PREDICTED)
+    for method in (EXACTLY, AT_MOST, TRUE_K, PREDICTED, SOFTMAX, BCE)
+    if digits == VARYING or method not in (TRUE_K, PREDICTED)
 )
 
 
@@ -154,14 +154,14 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
     return torchlml.lml_loss(
         logits,
         observed,
-        number if method == OF_ROW else k,
+        number if method == TRUE_K else k,
         reduction="none",
         bound="at_most" if method == AT_MOST else "exactly",
     )
 
 
 def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tensor:
-    """Return the probability of each digit, (sets, rows, 10). The arguments are those of `loss_of`."""
+    """Return the probability of each digit, (sets, rows, 10). See `loss_of` for the arguments."""
     logits = outputs[..., :CLASSES]
     if method == SOFTMAX:
         return logits.softmax(-1)
@@ -169,7 +169,7 @@ def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tens
         return logits.sigmoid()
     if method == PREDICTED:
         return torchlml.lml(logits, outputs[..., CLASSES].clamp(0, CLASSES))
-    if method == OF_ROW:
+    if method == TRUE_K:
         return torchlml.lml(logits, number)
     return torchlml.lml(logits, k, bound="at_most" if method == AT_MOST else "exactly")
 

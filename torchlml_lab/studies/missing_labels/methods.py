@@ -2,7 +2,7 @@
 
 The losses follow their original papers: Cole et al. (2021) for AN, AN-LS, WAN, EPR and ROLE, Zhou et
 al. (2022) for EM (the loss without asymmetric pseudo-labels), and Ridnik et al. (2021) for ASL. A loss takes
-logits x of shape (configurations, samples, labels) and returns one value per configuration.
+a `Batch` with logits x of shape (configurations, samples, labels) and returns one value per configuration.
 """
 
 from collections.abc import Callable
@@ -261,13 +261,14 @@ class Method:
     k: float | None = 1.0
     """The ratio of k to the mean number of labels, or None to predict k for each sample."""
     start: float | None = None
-    """The probability of every label before training. None means k divided by the number of labels."""
+    """The sigmoid of every logit before training. None means the mean number of labels per sample, divided by
+    the total number of labels."""
     labels: Literal["one", "all", "validation"] = "one"
     """The labels to learn from: one per sample, all labels, or all labels of the validation samples only."""
 
     @property
     def competitor(self) -> bool:
-        """Whether the method is an alternative to LML that is not trained on all labels."""
+        """Whether the method is an alternative to LML. BCE with all labels and k-subset do not count."""
         return self.labels != "all" and self.link not in ("lml", "subset")
 
 

@@ -1,4 +1,4 @@
-"""`torchlml missing-labels`: tune and train every method with one observed label per sample."""
+"""`torchlml missing-labels`: tune and compare methods for training with one observed label per sample."""
 
 import os
 import time
@@ -131,7 +131,7 @@ def new_parameters(
 ) -> list[Tensor]:
     """Create initial weights and biases for a head; all `count` configurations get the same values.
 
-    The last layer has zero weights and a bias that makes every probability equal to `start`.
+    The last layer has zero weights and a bias that makes the sigmoid of every logit equal to `start`.
     """
     generator = torch.Generator().manual_seed(seed)
     bias = torch.full((1, labels), start).logit()
@@ -380,7 +380,10 @@ class Study:
 
 
 def predictions_per_sample(data: Dataset) -> int:
-    """Return the rounded mean number of labels per training sample, the same for all seeds and methods."""
+    """Return the rounded mean number of labels per sample, the same for all seeds and methods.
+
+    If the data set has an official split, only its training samples are counted.
+    """
     known = data.labels if data.train is None else data.labels[data.train]
     return max(1, round(float(known.sum(-1).double().mean())))
 

@@ -111,7 +111,7 @@ def _read_visual_genome_images(
         first_box, boxes = _range(path, name, tables, "box", i, len(tables["labels"]))
         first_relation, relations = _range(path, name, tables, "rel", i, len(tables["predicates"]))
         centers = tables["boxes_1024"][first_box : first_box + boxes].astype(np.float64)
-        # The centers are rounded, so a box may exceed the image by one unit.
+        # Centers and sizes are rounded, so they may exceed `SCALE` by one unit.
         beyond = (centers[:, :2] < 0) | (centers[:, :2] > SCALE + 1) | (centers[:, 2:] > SCALE + 1)
         if beyond.any():
             which = int(np.argmax(beyond.any(1)))
@@ -213,9 +213,10 @@ def _box(path: Path, name: str, annotation: Any, end: str) -> tuple[int, ...]:
     try:
         numbers = (annotation[end]["category"], *annotation[end]["bbox"])
     except (KeyError, TypeError) as error:
-        raise damaged(path, name, f"a relation lacks a `{end}` with `category` and `bbox`") from error
+        raise damaged(path, name, f"the `{end}` of a relation must have a `category` and a `bbox`") from error
     if len(numbers) != 5 or not all(isinstance(number, int) for number in numbers):
-        raise damaged(path, name, f"a `{end}` must have one integer `category` and four integers in `bbox`")
+        said = f"the `{end}` of a relation must have an integer as `category` and four integers in `bbox`"
+        raise damaged(path, name, said)
     return numbers
 
 

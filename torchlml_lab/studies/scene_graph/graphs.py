@@ -92,7 +92,7 @@ class SceneGraphs:
         )
 
     def with_relations(self) -> "SceneGraphs":
-        """Select the images with relations. Images without relations affect neither training nor recall."""
+        """Select the images with relations. Recall is not defined for images without relations."""
         return self[self.relation_offsets.diff().nonzero().squeeze(1)]
 
 
@@ -183,9 +183,8 @@ def _check(path: Path, image: Image, objects: int, predicates: int, first: int) 
     sound = np.isfinite(boxes).all(1) & (boxes[:, :2] < boxes[:, 2:]).all(1) & (boxes[:, 2:] > 0).all(1)
     if not sound.all():
         which = int(np.argmin(sound))
-        raise damaged(
-            path, image.name, f"box {which} from {boxes[which, :2]} to {boxes[which, 2:]} has no area"
-        )
+        said = f"box {which} from {boxes[which, :2]} to {boxes[which, 2:]} has no area in the image"
+        raise damaged(path, image.name, said)
     for what, values, count, start in (
         ("object class", labels, objects, first),
         ("predicate", relations[:, 2], predicates, first),
@@ -281,7 +280,7 @@ class Batch(NamedTuple):
     images: Tensor
     """(N,): the indices of the images in the scene graphs."""
     boxes: Tensor
-    """(B, 4): x1, y1, x2, y2, relative to the image size, from 0 to 1."""
+    """(B, 4): x1, y1, x2, y2, relative to the image size (from 0 to 1 within the image)."""
     labels: Tensor
     """(B,): object classes."""
     box_offsets: Tensor

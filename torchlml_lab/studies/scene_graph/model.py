@@ -154,7 +154,7 @@ def masks(subject: Tensor, object_: Tensor) -> Tensor:
 
 
 def _places(boxes: Tensor) -> Tensor:
-    """Return the center, size and log size of boxes with coordinates in [0, 1]."""
+    """Return the center, size and log size of boxes, in units of the image size."""
     size = boxes[:, 2:] - boxes[:, :2]
     return torch.cat((boxes[:, :2] + size / 2, size, size.clamp(min=1e-4).log()), 1)
 
@@ -251,7 +251,8 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
     Args:
         path: The official text file, with one word and its vector per line, or an npz file with `names` and
             `vectors`.
-        names: The object names. The vector of a name with several words is the mean of their vectors.
+        names: The object names. If a name is not in the file, its vector is the mean of the vectors of those
+            of its words that are.
 
     Returns:
         (names, d), float32; zeros for names without known words. An invalid file, or a text file that
@@ -303,7 +304,7 @@ def _read_counts(path: Path, objects: int, predicates: int) -> Tensor:
         ("subject", "object", "predicate"), columns, (objects, objects, predicates), strict=False
     ):
         if len(column) and not 1 <= column.min() <= column.max() <= most:
-            raise BadInput(f"{where} contains a `{name}` that is not between 1 and {most}.")
+            raise BadInput(f"{where} contains a value of `{name}` that is not from 1 to {most}.")
     if len(columns[3]) and columns[3].min() < 0:
         raise BadInput(f"{where} contains a negative `count`.")
     subject, object_, predicate, count = (torch.from_numpy(column.astype(np.int64)) for column in columns)

@@ -32,7 +32,8 @@ class SceneGraphSettings(TrainSettings):
     """The VRD directory: `annotations_{train,test}.json`, `objects.json` and `predicates.json`."""
     objective: Objective = "lml"
     """The loss function. `softmax` classifies each edge (ordered pair of objects) separately, as in Motifs.
-    The others apply to all edges of an image together."""
+    `bce` classifies each triple (edge and predicate) separately. The others apply to all triples of an image
+    together."""
     k: int = 20
     """The number of relations per image that lml and truncated-entropy predict in training, at least 1."""
     one_per_edge: bool = False
