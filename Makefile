@@ -62,7 +62,7 @@ bench: $(STAMP)  ## compare the speed of lml with that of softmax and append the
 
 # `make pictures` needs only the CSV files in results/, to which `make bench` and the commands in docs/ append.
 FIGURE := $(BIN)/torchlml figures
-pictures: $(STAMP)  ## redraw all pictures in the documentation from the data in results/
+pictures: $(STAMP)  ## redraw the pictures in the documentation, except routing.png and social-card.png
 	for name in entropies polytopes projection root-finding sets which-relaxation; do \
 		$(FIGURE) $$name --out docs/images/$$name.png || exit 1; done
 	$(FIGURE) sliding-sigmoid --out docs/images/sliding-sigmoid.gif

@@ -1,4 +1,4 @@
-"""Attribution masks: rank millions of units by training one score per unit, with a random k in each step."""
+"""Attribution masks: rank millions of units by training one score per unit, with masks of many sizes."""
 
 import torch
 

@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
 
 
 def train(size, parts):
-    """Train for one epoch with `parts` micro-batches of `size` samples per step. Return weights and loss."""
+    """Train with `parts` micro-batches of `size` samples per step. Return the weights and the mean loss."""
     torch.manual_seed(0)
     features, model = torch.randn(96, 8), Model()
     labels = torch.zeros(96, CLASSES).scatter(1, torch.rand(96, CLASSES).topk(K).indices, 1.0)

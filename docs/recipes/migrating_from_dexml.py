@@ -19,7 +19,7 @@ log_y = torchlml.log_lml(alpha * scores, k)
 loss = -(log_y * positive).sum(1).mean()
 print(f"loss from log_lml: {loss.item():.4f}")
 
-# Or in one call, which stores only the scores for the backward pass.
+# Or in one call, which does not store log_y for the backward pass.
 print(f"lml_loss:          {torchlml.lml_loss(alpha * scores, positive, k).item():.4f}")
 
 # The number of steps does not have to be chosen, even if alpha is large.

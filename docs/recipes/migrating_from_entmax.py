@@ -20,7 +20,7 @@ show("a budget of 2", torchlml.constrained_sparsemax(x, 2))
 # before: y = entmax.budget_bisect(x, budget=torch.tensor([[1.5], [3.0]]))
 show("a budget per row", torchlml.constrained_sparsemax(x, torch.tensor([1.5, 3.0])))
 
-# entmax has no equivalent of the next two calls.
+# entmax has no cap per entry, and `budget_bisect` returns NaN if an entry is -inf.
 show("a cap per entry", torchlml.constrained_sparsemax(x, 2, upper=torch.tensor([0.5, 1.0, 1.0, 1.0])))
 show("with -inf", torchlml.constrained_sparsemax(torch.tensor([[1.0, 0.5, -torch.inf]]), 1))
 

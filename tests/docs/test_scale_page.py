@@ -11,7 +11,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 ROWS, FEATURES, BYTES = 256, 128, 4
 LINE = (
-    r"\| 10\^(\d) \| (\d+) \| ([\d.]+) GiB \| ([\d.]+) GiB \| 64 MiB \| ([\d.]+)(?: MiB)? "
+    r"\| 10\^(\d) \| (\d+) \| ([\d.]+) GiB \| ([\d.]+) GiB \| (\d+) MiB \| ([\d.]+)(?: MiB)? "
     r"\| (\d) / (\d) / (\d+) \|"
 )
 LINES = re.findall(LINE, PAGE.read_text(encoding="utf-8"))
@@ -27,12 +27,14 @@ def test_the_table_follows_from_the_formulas(line: tuple[str, ...]) -> None:
     own = labels / processes
     assert float(line[2]) == pytest.approx(2 * own * FEATURES * BYTES / 2**30, rel=0.02)
     assert float(line[3]) == pytest.approx(2 * ROWS * own * BYTES / 2**30, rel=0.02)
+    one_row = 2 * own * BYTES / 2**20  # a chunk has at least one row
+    assert float(line[4]) == pytest.approx(max(64, one_row), rel=0.02)
     # The communication rounds on the page send 8-byte numbers: 256 to check that the arguments agree, 23 per
     # row for the survey, and 2 * 14 * 3 per row for two evaluations at three points each.
     sent = 8 * (256 + (23 + 2 * 14 * 3) * ROWS)
     received = processes * sent if processes > 1 else 0
-    assert float(line[4]) == pytest.approx(received / 2**20, rel=0.05)
-    assert line[5:] == (("0", "0", "0") if processes == 1 else ("4", "3", "36"))
+    assert float(line[5]) == pytest.approx(received / 2**20, rel=0.05)
+    assert line[6:] == (("0", "0", "0") if processes == 1 else ("4", "3", "36"))
 
 
 TRAINING = Path(__file__).parents[2] / "results" / "training.csv"
