@@ -1,7 +1,7 @@
 """Verify the claims of the paper (Amos, Koltun and Kolter, 2019) with independent computations.
 
-The expected values come from a general solver (scipy), a linear system (numpy) or an enumeration, never from
-the library.
+The expected values come from a general solver (scipy), a bisection (`truth.py`), a linear system (numpy) or
+an enumeration, never from the library.
 """
 
 import math

@@ -4,9 +4,9 @@
     python tools/bits.py --compare before.json  # run after the change, to list the hashes that differ
 
 The compiled kernel and pure PyTorch both compute the projection, its logarithm, the dual variable, the losses
-(with and without a fused linear layer), their gradients and all related operators, on the rows from the tests
-and in four dtypes. Hashes depend on the machine and on the torch version, so compare only hashes from the
-same machine and version.
+(with and without a fused linear layer), their gradients and all related operators, on rows from the tests and
+on random rows, in four dtypes. Hashes depend on the machine and on the torch version, so compare only hashes
+from the same machine and version.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The tool tests the kernel that the environment selects (TORCHLML_KERNEL, TORCHLML_ISA) on all dtypes, on dense
 and jagged batches, with and without masks, and with one k for all rows or one k per row. The reference uses
-bisection in float64 around an anchor chosen for each row, and no library code. If an error exceeds its
-guaranteed limit, the tool prints the seed of the failing batch and exits with status 1.
+bisection in float64 around an anchor chosen for each row, and no library code. If an error exceeds its limit,
+the tool prints the seed of the failing batch and exits with status 1.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torchlml._cpu import loader
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INF = math.inf
-# Guaranteed error limits. VALUE is for y, and for log y relative to max(1, |log y|). SUM is for the sum of y,
-# relative to max(1, k).
+# Error limits. VALUE is for y, and for log y relative to max(1, |log y|). SUM is for the sum of y, relative
+# to max(1, k).
 VALUE = {torch.float32: 1e-6, torch.float64: 1e-11}
 SUM = {torch.float32: 2e-6, torch.float64: 2e-11}
 # Error limits for gradients, relative to the largest |grad| in the row.

@@ -1,4 +1,4 @@
-"""The tables in ARCHITECTURE.md and tests/README.md list every module, and every listed path exists."""
+"""ARCHITECTURE.md lists every module and only existing paths. tests/README.md lists every library test."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ def test_alternatives() -> None:
         if one.heads[1] == "forward" and one.lines[0][1:3] == ["1.00", "1.00"]
     ]
     # tests/lab/test_bench_alternatives.py compares docs/alternatives.md with the CSV. The Benchmarks page
-    # repeats the second table of times on that page, which is for n = 1000.
+    # repeats the second table of times in docs/alternatives.md, which is for n = 1000.
     assert table == there[1]._replace(section=table.section)
     measured = rows(RESULTS / "alternatives.csv")
     row = next(row for row in measured if row["n"] == "1000")

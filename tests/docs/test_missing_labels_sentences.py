@@ -37,7 +37,7 @@ TITLES = {
 NAMES = {method: title for title, method in ONE_LABEL_METHODS.items()}
 COMPETITORS = [method for method in NAMES if method not in NOT_COMPETITORS]
 SPECIALIZED = [method for method in COMPETITORS if method != "bce-validation"]
-"""The competitors that are designed for training with one observed label per sample."""
+"""The competitors that are trained with one observed label per sample."""
 MANY_LABELS = ("cal500", "delicious")
 
 

@@ -120,7 +120,7 @@ def test_the_evidence_matches_the_results() -> None:
         ],
         [
             digits("recall", "bce", "all", "1 to 5 digits"),
-            digits("recall", "lml, k of the row", "all", "1 to 5 digits"),
+            digits("recall", "lml, true k", "all", "1 to 5 digits"),
         ],
         [cifar("test_top1", "cross-entropy", "0.0"), cifar("test_top1", "lml", "0.0")],
         [cifar("test_topk", loss, "0.4") for loss in ("bce", "cross-entropy", "lml")],

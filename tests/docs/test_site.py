@@ -32,8 +32,8 @@ PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.nam
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
-    pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
-    pytest.importorskip("material", reason="the extra `docs` is not installed")
+    pytest.importorskip("mkdocstrings", reason="the `docs` extra is not installed")
+    pytest.importorskip("material", reason="the `docs` extra is not installed")
     folder = tmp_path_factory.mktemp("site")
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
@@ -82,7 +82,7 @@ def test_every_page_has_its_own_description(site: Path) -> None:
     """Search results and llms.txt show the first sentences of a page, which end with a period."""
     text = (site / "llms.txt").read_text(encoding="utf-8")
     summaries = dict(re.findall(r"^- \[.+?\]\((.+?\.html)\): (.+)$", text, re.M))
-    unsummarized = {"index.html", "playground/index.html"}  # these two write their own description
+    unsummarized = {"index.html", "playground/index.html"}  # these two pages define their own description
     assert set(re.findall(r"\((\S+\.html)\)", text)) == set(summaries) | unsummarized
     assert len(set(summaries.values())) == len(summaries)
     for address, summary in summaries.items():
@@ -268,8 +268,8 @@ def test_site_and_playground_share_a_theme(browser: Any, served: str) -> None:
 
 
 def test_the_preview_image_gets_an_absolute_address() -> None:
-    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
-    pytest.importorskip("latex2mathml", reason="the extra `docs` is not installed")
+    pytest.importorskip("mkdocs", reason="the `docs` extra is not installed")
+    pytest.importorskip("latex2mathml", reason="the `docs` extra is not installed")
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
     page = (ROOT / "docs" / "playground" / "index.html").read_text(encoding="utf-8")
     changed = hooks["absolute_preview"](page, "https://example.org/lml/")

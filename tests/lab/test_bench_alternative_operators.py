@@ -28,7 +28,7 @@ def test_an_alternative_gives_a_value_and_a_gradient_for_each_entry(peer) -> Non
     assert y.shape == gradient.shape == x.shape
     assert gradient.isfinite().all()
     assert gradient.ne(0).any()
-    # A larger logit never gets a smaller value, except with two methods that mix the entries they compare.
+    # A larger logit never has a smaller output, except with two methods that mix the entries they compare.
     order = x.argsort(-1)
     assert peer.name in ("difftopk", "softtorch") or (y.gather(-1, order).diff(dim=-1) >= -1e-4).all()
     if peer.name == "dftopk":  # its outputs do not sum to k

@@ -232,7 +232,7 @@ def test_large_integers_stay_integers() -> None:
     assert all(type(name) is int and name in names for (name,) in model.predict(X))
     assert model.score(X, lists) > 0
     with pytest.raises(
-        ValueError, match=f"integers of at most 64 bits, but they range from -3 to {2**63 + 3}"
+        ValueError, match=f"integers that fit in int64, but they range from -3 to {2**63 + 3}"
     ):
         TopKClassifier(**QUICK).fit(X, [name for (name, *_) in lists])
 

@@ -122,7 +122,7 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
         (["all", "--out", "/proc/pictures"], "cannot be written"),
         (["projection", "--k", "10"], "`--k` must be greater than 0 and less than 10, but it is 10"),
         (["timing", "--csv", "no.csv"], "`no.csv` does not exist. Create it with `torchlml bench paper`."),
-        (["timing", "--csv", __file__], "(`--csv`) is not a benchmark CSV"),
+        (["timing", "--csv", __file__], "(`--csv`) cannot be read as a benchmark CSV"),
         (
             ["cifar100", "--csv", "no.csv"],
             "`no.csv` does not exist. Create it with `torchlml sweep cifar100`.",

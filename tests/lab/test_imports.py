@@ -52,7 +52,7 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def imports(root: Path) -> dict[str, set[str]]:
-    """Return each module's imports, except for `torchlml_lab` itself, which re-exports a class lazily."""
+    """Return each module's imports, except for `torchlml_lab` itself, whose imports are lazy."""
     known = modules(root)
     return {
         name: set(imported(path, known)) - {name} for name, path in known.items() if name != "torchlml_lab"

@@ -304,7 +304,7 @@ def test_several_files_on_the_command_line(tmp_path, capsys) -> None:
     stored = json.loads((tmp_path / "files" / "settings.json").read_text())["train"]
     assert stored == files
     capsys.readouterr()
-    # All other commands read the stored paths and accept several files.
+    # `evaluate` and `--resume` read the stored paths, and `predict --data` also accepts several files.
     for name in ("pattern", "files"):
         assert cli.main(["evaluate", str(tmp_path / name)]) == 0
         assert cli.main(["train", "multilabel", "--resume", str(tmp_path / name)]) == 0

@@ -116,7 +116,7 @@ def test_gradients(name):
 
 
 def test_values_by_hand():
-    """A sample has four labels with p = 1/2, so each term is log 2. The first label is observed."""
+    """A sample has four labels with p = 1/2, so each cross-entropy is log 2. The first label is observed."""
     given = Batch(
         torch.zeros(1, 1, 4, dtype=torch.float64),
         torch.tensor([0]),

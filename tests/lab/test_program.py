@@ -125,7 +125,7 @@ def test_sparse_features(features: Path, tmp_path: Path) -> None:
     assert [row[0] for row in model.predict(sparse.csc_matrix(x))] == ["2", "0", "1"]
     for wrong, needle in (
         (["a text"], "must be a sparse matrix or the path of a file, but it is a value of type `list`"),
-        (sparse.csr_array(np.full((1, 2), np.nan)), "must contain only finite numbers"),
+        (sparse.csr_array(np.full((1, 2), np.nan)), "must contain only numbers that are finite in float32"),
     ):
         with pytest.raises(ValueError, match=needle):
             model.predict(wrong)

@@ -1,4 +1,4 @@
-"""Recommendation from files: training, evaluation, prediction, killed runs, and rejected input."""
+"""Recommendation from files: training, evaluation, prediction, interrupted runs, and rejected input."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_step_time_has_a_row_for_every_loss(folder, capsys):
         assert re.search(rf"^{loss} +[\d.]+ +[+-][\d.]+%", said, re.MULTILINE)
 
 
-def test_a_killed_and_resumed_run_equals_an_undisturbed_one(folder, monkeypatch, capsys, tmp_path):
+def test_an_interrupted_and_resumed_run_equals_an_undisturbed_one(folder, monkeypatch, capsys, tmp_path):
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--epochs", "3", "--dimension", "8"]
     words += ["--test", str(folder / "test.txt"), "--model", "autoencoder"]
     assert cli.main([*words, "--out", str(tmp_path / "whole")]) == 0

@@ -185,7 +185,7 @@ def test_visual_genome_that_cannot_be_read(tmp_path):
         (lambda one: one["object"].update(category=5), "the object class must be from 0 to 4, but it is 5"),
         (lambda one: one["object"].update(bbox=[5, 5, 0, 9]), "has no area"),
         (lambda one: one["object"].update(bbox=[5, 9, 0]), "four integers in `bbox`"),
-        (lambda one: one.pop("subject"), "a relation lacks a `subject`"),
+        (lambda one: one.pop("subject"), "the `subject` of a relation must have"),
     ],
 )
 def test_damaged_vrd_names_file_and_image(tmp_path, damage, needle):

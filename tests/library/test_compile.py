@@ -126,7 +126,8 @@ def test_compile_dynamic(name: str) -> None:
         close(both(fast, x, offsets), both(lambda x, o: function(x, 1.5, offsets=o), x, offsets))
 
 
-# In torch 2.13, compiling torch.func.grad silently drops the backward of an autograd.Function.
+# In torch 2.13, a compiled torch.func.grad silently ignores the backward method of an autograd.Function, so
+# the library must not use one under these transforms (see torchlml/_autograd/rule.py).
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]] = {
     "grad": lambda f: grad(lambda x: weigh(f(x))),
     "vmap": lambda f: vmap(f),

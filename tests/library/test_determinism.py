@@ -11,7 +11,7 @@ import torch
 import torchlml
 
 NAMES = ["lml", "log_lml", "lml_dual"]
-# Rows x entries: many short rows, rows of odd lengths, one long row, and a few long rows.
+# Rows x entries: many short rows, medium rows, one long row, and a few long rows. All lengths are odd.
 SHAPES = [(257, 33), (40, 1001), (1, 150_001), (3, 100_003)]
 DTYPES = [torch.float32, torch.float64]
 

@@ -18,7 +18,7 @@ X = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
 
 
 def general_path(x: Tensor, k: float) -> Tensor:
-    """Call `lml` with `dim=1` instead of -1, which does not take the fast path."""
+    """Call `lml` with `dim=1`, so that it does not take the fast path, which requires `dim=-1`."""
     return torchlml.lml(x, k, dim=1)
 
 

@@ -42,7 +42,7 @@ def logits(n: int, seed: int = 0) -> Tensor:
 
 
 def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
-    """Return all results that the kernel computes in pieces. The arguments are those of the operators."""
+    """Return the results of all operators that can split a row across threads."""
     ops = torch.ops.torchlml
     rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
     place = torch.arange(x.shape[-1]).expand(x.shape)
@@ -79,7 +79,7 @@ def assert_same_bits(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 def row_of(kind: str, n: int) -> tuple[Tensor, float, Tensor | None]:
-    """Return one row with its k and mask. Each kind takes a different path through the kernel."""
+    """Return one row of a kind from `KINDS`, with its k and mask."""
     x, k, mask = logits(n), n / 1000, None
     if kind == "k near n":
         k = n - 2.5
@@ -160,7 +160,7 @@ def test_threads_for_rows_of_every_kind(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [2, 3, 16])
 def test_a_row_alone_and_in_a_batch(rows: int) -> None:
-    # A few rows are split into pieces, while many rows are distributed over the threads.
+    # With two threads, 3 rows are split into pieces, while 2 or 16 rows are distributed over the threads.
     n = LONG + 13
     x = torch.stack([logits(n, seed) for seed in range(rows)]).float()
     k = torch.linspace(1, n - 1, rows, dtype=torch.float64)

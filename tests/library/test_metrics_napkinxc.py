@@ -1,4 +1,4 @@
-"""The metrics agree on real labels with napkinXC, which follows the Extreme Classification Repository."""
+"""On real labels, the metrics match napkinXC, which follows the Extreme Classification Repository."""
 
 from __future__ import annotations
 

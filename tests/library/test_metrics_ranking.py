@@ -234,7 +234,7 @@ RAGGED = {"target": torch.tensor([0]), "offsets": torch.tensor([0, 2, 3])}
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: label_propensities([1, 2], 10), "`counts` must be a torch.Tensor, but it is a list"),
+        (lambda: label_propensities([1, 2], 10), "`counts` must be a torch.Tensor, but its type is list"),
         (lambda: label_propensities(torch.zeros(2, 2), 10), "`counts` .* shape \\(2, 2\\)"),
         (lambda: label_propensities(torch.tensor([-1.0]), 10), "`counts` .* negative"),
         (

@@ -75,7 +75,7 @@ def random_image(generator, predicates=5, detected=True):
     relations = torch.stack([draw(count, 12), draw(count, 12), draw(predicates, 12)], 1)
     relations = relations[relations[:, 0] != relations[:, 1]][: int(draw(10))]
     true = {"boxes": boxes, "labels": labels, "relations": relations}
-    if detected:  # slightly shifted boxes, some wrong labels, one box detected twice
+    if detected:  # slightly shifted boxes, one random label, one box detected twice
         boxes = torch.cat([boxes + draw(3, count, 4) - 1, boxes[:1] + 0.25])
         boxes[:, 2:] = torch.maximum(boxes[:, 2:], boxes[:, :2] + 1)
         labels = torch.cat([labels, labels[:1]])

@@ -66,7 +66,7 @@ def test_mask_layer_and_dual() -> None:
 
 @pytest.mark.parametrize("dim", [-1, 1])
 def test_dense_labels_with_a_ragged_number_of_rows(dim: int) -> None:
-    """The functions accept shapes (B, j, n) and (B, n, j) with a ragged j, along the dimension of size n."""
+    """The labels may be dim -1 of shape (B, j, n) or dim 1 of shape (B, n, j), where j is ragged."""
     parts = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)]
     k = torch.tensor([1.0, 2.0, 1.5, 3.0, 0.5], dtype=torch.float64)
     x = jagged(parts, requires_grad=True)

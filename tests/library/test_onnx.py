@@ -28,7 +28,7 @@ Session = Callable[..., list[NDArray[Any]]]
 
 
 class Everything(nn.Module):
-    """A model that calls all exportable functions, with k and the mask as inputs."""
+    """A model that calls several exportable functions, with k and the mask as inputs."""
 
     def forward(self, x: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         return (

@@ -206,7 +206,7 @@ def test_the_brackets_contain_the_threshold(row: list[float], fraction: float) -
     ranked = sorted(row, reverse=True)
     assert -ranked[math.ceil(k) - 1] - float(below) <= nu + slack
     assert nu - slack <= -ranked[math.floor(k)] + float(above)
-    # The other two brackets do not require sorting, and the compiled kernel starts from them.
+    # The other two brackets do not require sorting. The Triton kernels start from them.
     middle = math.log(k / (len(row) - k))
     assert middle - max(row) - slack <= nu <= middle - min(row) + slack
     assert math.log(k) - float(x.logsumexp(0)) <= nu + slack

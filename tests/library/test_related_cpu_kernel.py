@@ -156,7 +156,7 @@ def test_balanced_rows(dtype: torch.dtype, columns: int) -> None:
 
 
 def every(x: Tensor, k: Tensor) -> list[Tensor]:
-    """Return the results of all operators for dense rows."""
+    """Return results and gradients of related operators for dense rows, without sampling and balancing."""
     g = torch.linspace(-1, 1, x.shape[1], dtype=x.dtype).expand(x.shape).contiguous()
     found: list[Tensor] = []
     for name in PROJECTIONS:

@@ -1,4 +1,7 @@
-"""The values of all related operators have the accuracy guaranteed for lml, compared with exact solutions."""
+"""Constrained projections, and lml with a bound on the sum, have the accuracy guaranteed for lml.
+
+The values are compared with exact solutions from `tests/support/related.py`.
+"""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from torchlml._cpu import loader
 INF, NAN = float("inf"), float("nan")
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BLOCK = 16  # the maximum number of rows that any instruction set solves together
+BLOCK = 16  # the number of rows in a vector of the widest instruction set
 
 
 def truth(x: Tensor, k: Tensor) -> Tensor:
-    """Return the projection in float64, computed by bisection. Entries at -inf get 0."""
+    """Return the projection in float64, computed by bisection. It is 0 for entries at -inf."""
     x = x.double()
     finite = torch.where(x.isfinite(), x, 0)
     reach = finite.abs().amax(-1) + 800
@@ -86,7 +86,7 @@ def test_one_huge_entry(huge: float) -> None:
 
 
 def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
-    """Return the results of all operators, as tensors with one number per entry or per row."""
+    """Return values, losses and gradients, as tensors with one number per entry or per row."""
     y, nu = operators.forward(x, k, mask, offsets)
     log_y, _ = operators.log_forward(x, k, mask, offsets)
     # The upstream gradient depends only on x, so it does not change with a row's position in the batch.

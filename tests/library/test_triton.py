@@ -40,7 +40,7 @@ def run(*words: str, **environment: str) -> str:
 
 @needs_triton
 def test_interpreted_kernels_are_accurate_and_pass_opcheck() -> None:
-    """Two test files pass if every operator on CPU tensors uses the interpreted kernels."""
+    """Two test files pass if operators with a GPU kernel use the interpreted kernels on CPU tensors."""
     files = ["tests/support/triton_interpreted.py", "tests/library/test_operators.py"]
     related = "bounded or value or constrained or topk_mask or systematic"  # these have no GPU kernels
     chosen = f"triton_interpreted or opcheck and float32 and not ({related})"

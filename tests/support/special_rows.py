@@ -10,7 +10,7 @@ INF, NAN = math.inf, math.nan
 
 @dataclass(frozen=True)
 class Special:
-    """A row, its solution y (a limit, derived by hand) and its threshold nu."""
+    """A row, its solution y (a limit, derived by hand) and its dual variable nu."""
 
     name: str
     x: list[float]

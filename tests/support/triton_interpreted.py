@@ -31,7 +31,7 @@ VARIANTS = {"chip": None, "loop": LOOP, "split": SPLIT}
 LENGTHS = {
     # One entry, the smallest block completely filled, a partly filled block, and several warps.
     "chip": (1, 32, 33, 600),
-    # A partly filled block on chip, a full block on chip, one streamed entry, and many streamed blocks (the
+    # A partly filled block on chip, a full block on chip, one streamed entry, and four streamed blocks (the
     # last one partly filled).
     "loop": (20, 32, 33, 150),
     # One program with entries and one without, one block for each program, two blocks in the first program,

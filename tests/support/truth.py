@@ -2,8 +2,8 @@
 
 `solve` finds the dual variable by bisection. It writes `nu = d - anchor`, where `anchor` is the row's entry
 at the threshold, so that `z = (x - anchor) + d` loses no digits when the logits are shifted by 1e7: the
-difference is exact, and `d` is a small number. The residual is summed from `sigma(-|z|)`, which preserves
-entries that round to 1. `solve_with_mpmath` needs no such steps, because it uses 120 digits.
+difference is exact, and `d` is a small number. The residual is summed from `sigma(-|z|)`, because the entries
+themselves may round to 1. `solve_with_mpmath` needs no such steps, because it uses 120 digits.
 `test_accuracy.py` compares the two.
 """
 
@@ -183,7 +183,7 @@ def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
 
 
 def newton_from(x: torch.Tensor, k: float | torch.Tensor, nu: torch.Tensor, steps: int = 4) -> torch.Tensor:
-    """Refine the threshold nu with Newton steps in PyTorch, so that autograd can differentiate it."""
+    """Refine the dual variable nu with Newton steps in PyTorch, so that autograd can differentiate it."""
     for _ in range(steps):
         y = torch.sigmoid(x + nu.unsqueeze(-1))
         nu = nu - (y.sum(-1) - k) / (y * (1 - y)).sum(-1)
