@@ -250,6 +250,12 @@ def test_a_time_limit_stops_after_one_part(folder, tmp_path, capsys, monkeypatch
         assert f"Parts left to compute: {left}." in capsys.readouterr().out
     assert cli.main(words) == 0
     assert "complete" in capsys.readouterr().out
+    # Later parts that are already complete are not counted.
+    results = tmp_path / "out" / "results.csv"
+    header, _, *others = results.read_text().splitlines()
+    results.write_text("\n".join([header, *others]) + "\n")
+    assert cli.main(words) == 0
+    assert "The study is complete." in capsys.readouterr().out
 
 
 def test_results_of_other_settings_are_rejected(folder, tmp_path, capsys, monkeypatch):

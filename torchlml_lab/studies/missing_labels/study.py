@@ -471,7 +471,7 @@ def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
                 raise KeyboardInterrupt(said) from None
             progress.advance(task)
             if limit and time.monotonic() - start > limit:
-                return len(todo) - number - 1
+                return sum(not study.complete(left) for left in todo[number + 1 :])
     return 0
 
 
