@@ -26,7 +26,7 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labeled_rows import Columns, LabeledRows, label_matrix
 from torchlml_lab.engine.run_directory import BestEpoch
-from torchlml_lab.multilabel import preparation, report, samples, training
+from torchlml_lab.multilabel import model, preparation, report, samples, training
 from torchlml_lab.multilabel.report import best_temperature
 from torchlml_lab.multilabel.samples import read_labeled
 from torchlml_lab.multilabel.settings import MultilabelSettings
@@ -125,6 +125,19 @@ def test_a_run_has_a_report_and_ends_early(run):
     epochs = json.loads((out / "state.json").read_text())["epoch"]
     assert epochs < 200
     assert printed.count("epoch ") >= epochs
+
+
+@pytest.mark.parametrize(
+    ("k", "mean", "said"),
+    [
+        (2, 2.0, "the mean number of labels per training sample. To"),
+        (1, 1.4, "sample (1.40) rounded to an integer. To"),
+        (1, 0.2, "sample (0.20) rounded to an integer from 1 to n - 1, where n is the number of labels. To"),
+    ],
+)
+def test_the_origin_of_k_is_explained(k, mean, said):
+    assert f"Predictions use k = {k}, " in model.origin_of_k(None, k, mean)
+    assert said in model.origin_of_k(None, k, mean)
 
 
 def test_evaluate_other_samples(run, tmp_path, capsys):

@@ -370,6 +370,8 @@ def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
     if isinstance(given, int):
         return f"Predictions use k = {k}, as set by `--k` in training."
     rounded = "" if mean == k else f" ({mean:.2f}) rounded to an integer"
+    if abs(mean - k) > 0.5:
+        rounded += " from 1 to n - 1, where n is the number of labels"
     return (
         f"Predictions use k = {k}, the mean number of labels per training sample{rounded}. "
         "To use a different k, train with `--k`."
