@@ -76,7 +76,7 @@ double value(int style) {
   }
 }
 
-// Runs the operators related to the projection on the same rows.
+// Runs the related operators (constrained projections, top-k mask and others) on the caller's rows.
 void run_family(const Kernels& kernels, int dtype, const Batch& batch, const double* k, const void* g, const void* nu,
                 void* y, void* dx, double* dk, size_t entries) {
   const auto rows = static_cast<size_t>(batch.rows);

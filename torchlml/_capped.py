@@ -228,7 +228,8 @@ def read(
     else:
         check_number(upper, "upper", "a number or a tensor")
         if isinstance(upper, int) and abs(upper) > sys.float_info.max:
-            raise ValueError("`upper` must be at most the largest float64, but it is a larger int.")
+            received = f"an integer with {upper.bit_length()} bits"
+            raise ValueError(f"`upper` must be nonnegative and fit in float64, but it is {received}.")
     wide = wide_dtype(x.device)
     caps = torch.as_tensor(upper, device=x.device).to(wide)
     if caps.dim() > 0:

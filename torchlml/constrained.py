@@ -164,7 +164,7 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
-    # Limit the caps to 2 * k, which is finite. This has no effect, because no entry exceeds k.
+    # Limit the caps to 2 * k, which is finite. The result does not change, because no entry exceeds k.
     cap = torch.minimum(upper, rows.broadcast(2 * k))
     caps = _Caps(cap, cap.log(), _edge(cap.log()))
     # Start from the nu of `lml`, because a sigmoid far below its cap is also close to an exponential.

@@ -207,7 +207,7 @@ def test_the_findings() -> None:
         f"LML minus BCE is {span(bce[0], ' to ')} and {span(bce[1], ' to ')}",
         f"(±{deviations[0]:.2f} vs. ±{deviations[1]:.2f})",
         f"LML minus softmax is {span(differences((factors, LML), (factors, SOFTMAX)), ' to ', 2)} points",
-        f"LML minus BCE is {span(differences((factors, LML), (factors, BCE)), ' to ')}, in every seed",
+        f"LML minus BCE is {span(differences((factors, LML), (factors, BCE)), ' to ')} over the seeds",
         f"every run stopped between epochs {min(stops)} and {max(stops)}",
         f"The graph filter is {pairs['GF-CF']} points above the published GF-CF",
         f"EASE is {pairs['EASE']} points below the published EASE",

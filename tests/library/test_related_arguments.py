@@ -79,7 +79,11 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     ),
     "a bound beyond the float range": (
         lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=10**400),
-        ["`upper`", "float64"],
+        ["`upper`", "float64", "1329 bits"],
+    ),
+    "a bound below the float range": (
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=-(10**400)),
+        ["`upper`", "nonnegative", "1329 bits"],
     ),
     "bounds on another device": (
         lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=torch.ones(2, device="meta")),

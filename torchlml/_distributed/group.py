@@ -122,7 +122,7 @@ class Agreement:
 
         Args:
             function: the name of the called function.
-            x, k, bound: the arguments of that function, with x as converted by `canonical`.
+            x, k, bound: the arguments of that function. x may already be converted by `canonical`.
             rows: the shape of a tensor with one number per row.
             labels: the number of labels of this process.
             masked: whether k may exceed the number of labels, as it may with a mask.

@@ -259,9 +259,9 @@ def _alternating(order: Tensor) -> Tensor:
 def angles(variance: float, n: int, like: Tensor) -> Tensor:
     """Return the angles θ_m = 2πm/M below π at which the generating function of the count is evaluated.
 
-    M is odd to avoid θ = π, where 1 + b * w vanishes for b = 1/2. By Bernstein's inequality, the count
-    differs from its mean by M or more with a probability below 2 * exp(-44), so aliasing is smaller than
-    rounding errors.
+    M is odd to avoid θ = π, where the factor 1 + b * (exp(iθ) - 1) of an entry vanishes for b = 1/2. By
+    Bernstein's inequality, the count differs from its mean by M or more with a probability below
+    2 * exp(-44), so aliasing is smaller than rounding errors.
     """
     return _grid(_half(variance, n)).to(like.device)
 
@@ -302,7 +302,10 @@ def _product(factor: Tensor) -> Tensor:
 
 
 class _Powers:
-    """The powers of every entry of x (R, n), stored as x^0 to x^7 and x^8."""
+    """The powers of every entry of x (R, n).
+
+    Only x^0 to x^7 and x^8 are stored, from which x^(8a + c) is computed as (x^8)^a * x^c.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self._pieces = [(_stacked(torch.ones_like(y), y, _BASE), _eighth(y)) for y in x.split(_CHUNK, -1)]

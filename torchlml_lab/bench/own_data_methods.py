@@ -12,6 +12,7 @@ import torch
 
 from torchlml_lab.data.labeled_rows import Columns, LabeledRows, Matrix
 from torchlml_lab.engine.output import new_console
+from torchlml_lab.files import counted
 from torchlml_lab.multilabel import linear
 from torchlml_lab.multilabel.report import calibrate
 from torchlml_lab.multilabel.samples import Files, set_aside, split
@@ -95,7 +96,8 @@ def _with(solver: Solver, c: float | None) -> Callable[[Problem], Prediction]:
         prepare = _features(problem.training, tuned=c is None)
         if c is None:
             chosen, rule = tune(problem, prepare)
-            setting = f"C = {chosen:g}, threshold {rule.threshold:.2g}, at least {rule.least}"
+            least = f"at least {counted(rule.least, 'label', 'labels')}"
+            setting = f"C = {chosen:g}, threshold {rule.threshold:.2g}, {least}"
         else:
             chosen, rule, setting = c, Rule(solver.threshold, 0), "default"
         model = solver.fit(prepare(problem.training), problem.training.labels, chosen)

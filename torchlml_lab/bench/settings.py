@@ -77,7 +77,7 @@ class GridBenchmarkSettings(TimingSettings):
     dtypes: tuple[str, ...] = ("float32",)
     """Data types of the logits: float32, float64, bfloat16, float16."""
     threads: tuple[int, ...] = (1,)
-    """Numbers of torch threads."""
+    """The numbers of torch threads to measure."""
     providers: tuple[str, ...] = ()
     """Functions to compare. By default, all available ones. Softmax, the baseline, is always included."""
     modes: tuple[str, ...] = MODES
@@ -125,7 +125,7 @@ class LossesSettings(TimingSettings):
     """Time the forward and backward passes of the losses at fixed sizes, relative to a baseline loss."""
 
     threads: tuple[int, ...] = (1,)
-    """Numbers of torch threads."""
+    """The numbers of torch threads to measure."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ShortRowsSettings(TimingSettings):
     dtypes: tuple[str, ...] = ("float32",)
     """Data types of the logits: float32, float64, bfloat16, float16."""
     threads: tuple[int, ...] = (1,)
-    """Numbers of torch threads."""
+    """The numbers of torch threads to measure."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class PaperSettings:
     batch: int = 256
     """Number of rows per batch."""
     threads: tuple[int, ...] = (1,)
-    """Numbers of torch threads."""
+    """The numbers of torch threads to measure."""
     trials: int = 50
     """Number of times that each method is timed for each n and k."""
     csv: Path = Path("torchlml-paper-timing.csv")
@@ -267,9 +267,9 @@ class TrainingSettings:
     csv: Path = Path("training.csv")
     """CSV file for the results. Measurements that it already contains are not repeated."""
     samples: tuple[int, ...] = (10_000, 100_000, 1_000_000)
-    """Numbers of samples to measure."""
+    """The numbers of samples to measure."""
     labels: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
-    """Numbers of labels to measure. Values above ten times the number of samples are skipped."""
+    """The numbers of labels to measure. Values above ten times the number of samples are skipped."""
     features: int = 100_000
     """Number of features. Each sample has about 15 of them."""
     seconds: float = 20.0
@@ -277,7 +277,7 @@ class TrainingSettings:
     threads: int = 2
     """Number of torch threads when one process is used."""
     processes: tuple[int, ...] = (1, 2)
-    """Numbers of processes to measure, with one thread per process."""
+    """The numbers of processes to measure, with one thread per process."""
 
 
 Kind = TypeVar("Kind", LayerSettings, ConstrainedSettings, PaperSettings, ComparisonSettings)
@@ -327,7 +327,7 @@ class OwnDataSettings:
     sets: tuple[str, ...] = ("bibtex", "corel5k", "delicious", "goemotions")
     """Data sets to use."""
     sizes: tuple[int, ...] = (300, 1000, 3000, 8000)
-    """Numbers of training samples. 0 or a number larger than the data set selects all samples."""
+    """The numbers of training samples. 0 or a number larger than the data set selects all samples."""
     methods: tuple[str, ...] = (
         "torchlml",
         "LinearSVC",

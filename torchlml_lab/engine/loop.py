@@ -229,7 +229,8 @@ FEW, REPEATED = 8, 3  # samples and repetitions that suffice for an estimate
 # If a batch takes longer than this many seconds, only some of its samples are timed. The estimate is then
 # less accurate, because matrix products with few rows are less efficient.
 LONGEST_PASS = 10.0
-MOST_PROBED = 2**22  # the maximum number of entries for timing an update, too many for the CPU caches
+# An update is timed on at most this many entries. They do not fit in the CPU caches, as in training.
+MOST_PROBED = 2**22
 
 
 class Needs(NamedTuple):

@@ -420,9 +420,9 @@ def aligned(rows: LabeledRows, names: Sequence[str], source: str, notes: list[st
 def set_aside(rows: LabeledRows) -> tuple[LabeledRows, LabeledRows]:
     """Split samples into a training set and a validation set.
 
-    The validation set is a tenth of the samples, but at least 200 (or a third of the samples, if that is
-    fewer, but not fewer than 5) and at most 5000. Samples with and without labels are split in the same
-    proportion.
+    The validation set is a tenth of the samples, at most 5000. For small data sets, it is larger: 200
+    samples, or a third of the samples if that is fewer than 200, but never fewer than 5. Samples with and
+    without labels are split in the same proportion.
     """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
     count = min(5000, max(5, len(rows) // 10, min(200, len(rows) // 3)))

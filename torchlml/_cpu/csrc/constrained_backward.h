@@ -1,8 +1,8 @@
 // The derivatives of the projections onto {0 <= y <= upper, sum(y) = k}.
 //
 // A small change in the inputs changes an entry of y by w * (change in x + change in nu) + b * (change in upper). Here
-// w is dy/dz, and b is 1 if the entry is at its bound and 0 otherwise. nu changes such that the sum of y changes by the
-// same amount as k. For an incoming gradient g, the gradients are therefore
+// w is dy/dz at z = x + nu, and b is 1 if the entry is at its upper bound and 0 otherwise. nu changes so that the sum
+// of y changes by the same amount as k. For an incoming gradient g, the gradients are therefore
 //   dk = sum(w * g) / sum(w),  dx = w * (g - dk)  and  d_upper = b * (g - dk).
 #pragma once
 
