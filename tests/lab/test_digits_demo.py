@@ -49,6 +49,10 @@ def test_measures_by_hand():
     assert found.recall == pytest.approx(3 / 4)
     assert found.hidden_recall == pytest.approx(1 / 2)
     assert found.exact == pytest.approx(1 / 2)
+    assert found.top_set == pytest.approx(1 / 2)
+    ranking = p.clone()
+    ranking[1, 2] = 0.9
+    assert measure(p, ranking, shown).top_set == pytest.approx(1)
     assert found.count == pytest.approx(2)
     # Bins: 16 digits at 0.05 (one present), 1 at 0.65 (present), 1 at 0.85 (absent), 2 at 0.95 (present).
     expected = (16 * abs(0.05 - 1 / 16) + 0.35 + 0.85 + 2 * 0.05) / 20
@@ -69,7 +73,7 @@ def results_where(lml, softmax, count=10.0):
     nothing = torch.zeros(3, 10)
 
     def measured(value):
-        return Measured(value, value, value, count, value, nothing)
+        return Measured(value, value, value, value, count, value, nothing)
 
     names = [method.name for method in model.METHODS] + [report.SCALED]
     table = {("uniform", name): [measured(0.5 + i / 100) for i in range(3)] for name in names}

@@ -5,6 +5,7 @@ import torch
 from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
 from torchlml_lab.studies.digits import model, which_k
+from torchlml_lab.studies.digits.model import SCALED
 from torchlml_lab.studies.digits.which_k import AT_MOST, EXACTLY, PREDICTED, TRUE_K
 
 
@@ -36,6 +37,8 @@ def test_sums_of_the_probabilities():
     }
     for method, total in expected.items():
         torch.testing.assert_close(which_k.probability(method, outputs, number, k).sum(-1), total)
+    scaled = number.unsqueeze(-1) * outputs[..., :10].softmax(-1)
+    torch.testing.assert_close(which_k.probability(SCALED, outputs, number, k), scaled.clamp(max=1))
 
 
 def test_each_method_uses_only_its_stated_information():
@@ -65,7 +68,7 @@ def test_the_command_and_its_figure(capsys, tmp_path, monkeypatch):
     assert "images with 1 to 5 digits, all labeled" in said
     assert max(len(line) for line in said.splitlines() if "The results are in" not in line) <= 80
     rows = which_k.TABLE.read(path, "--csv")
-    assert len(rows) == 2 * (6 + 8 + 8)
+    assert len(rows) == 2 * (7 + 9 + 9)
     assert {row.seed for row in rows} == {0, 1}
     assert cli.main(["figures", "which-k", "--csv", str(path), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")

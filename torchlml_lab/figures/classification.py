@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -16,6 +17,7 @@ from torchlml_lab.files import check_picture
 from torchlml_lab.plots import check_not_tuning, find_csv, read_sweep, say_where, write_tables
 from torchlml_lab.studies.cifar100 import sweep
 from torchlml_lab.studies.cifar100.sweep import AccuracyRecord
+from torchlml_lab.studies.digits.model import SCALED
 from torchlml_lab.studies.digits.which_k import (
     AT_MOST,
     BCE,
@@ -107,13 +109,19 @@ def _draw_noise_panel(
 
 
 BY_K = (Path("torchlml-which-k.csv"), Path("results/which-k/which-k.csv"))
-_MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "calibration error"}
+_MEASURES = {
+    "recall": "recall",
+    "top_set": "exact top-m sets",
+    "exact": "exact sets, p > 0.5",
+    "calibration_error": "calibration error",
+}
 # The second line is dashed, because it covers the first one for small k.
 _BY_K = {EXACTLY: (plots.BLUE, "P-"), AT_MOST: (plots.VERMILION, "1--")}
 _LEVELS = {
     TRUE_K: (plots.GREEN, "-"),
     PREDICTED: (plots.PURPLE, "--"),
     SOFTMAX: (plots.ORANGE, "-."),
+    SCALED: (plots.DARK_ORANGE, (0, (1, 3))),
     BCE: (plots.SKY, ":"),
 }
 
@@ -135,7 +143,7 @@ def draw_by_k(rows: Sequence[WhichKRecord], picture: Path, csv: Sequence[Path] =
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
-    with plots.new_figure(picture, plots.PAGE, 6.0, csv) as figure:
+    with plots.new_figure(picture, plots.PAGE, 7.6, csv) as figure:
         grid = figure.subplots(len(_MEASURES), len(SITUATIONS), sharex=True, sharey="row")
         for column, (digits, named) in enumerate(SITUATIONS):
             here = [row for row in rows if (row.digits, row.named) == (digits, named)]
@@ -150,6 +158,14 @@ def draw_by_k(rows: Sequence[WhichKRecord], picture: Path, csv: Sequence[Path] =
             plots.label_lines(axes, _k_ends(everything, measure), 0.09)
         seeds = len({row.seed for row in rows})
         plots.note(figure, f"means over {seeds} seeds; horizontal lines: methods without a fixed k")
+
+
+def _levels(rows: Sequence[WhichKRecord], measure: str) -> dict[str, tuple[str, Any]]:
+    """Return the colors and line styles of the methods that a panel shows as horizontal lines."""
+    there = {row.method for row in rows}
+    if measure in ("recall", "top_set"):  # the ranking does not change if p is multiplied by k
+        there.discard(SCALED)
+    return {method: look for method, look in _LEVELS.items() if method in there}
 
 
 def _percent(rows: Sequence[WhichKRecord], measure: str, method: str, k: int | None = None) -> float:
@@ -168,16 +184,13 @@ def _k_ends(rows: Sequence[WhichKRecord], measure: str) -> list[tuple[float, str
     ]
     return ends + [
         (_percent(rows, measure, method), method, color)
-        for method, (color, _) in _LEVELS.items()
-        if method in there
+        for method, (color, _) in _levels(rows, measure).items()
     ]
 
 
 def _draw_k_panel(axes: Axes, rows: Sequence[WhichKRecord], measure: str) -> None:
-    there = {row.method for row in rows}
-    for method, (color, line) in _LEVELS.items():
-        if method in there:
-            axes.axhline(_percent(rows, measure, method), color=color, linestyle=line, linewidth=1.2)
+    for method, (color, line) in _levels(rows, measure).items():
+        axes.axhline(_percent(rows, measure, method), color=color, linestyle=line, linewidth=1.2)
     for method, (color, look) in _BY_K.items():
         if ks := sorted({row.k for row in rows if row.method == method}):
             means = [_percent(rows, measure, method, k) for k in ks]

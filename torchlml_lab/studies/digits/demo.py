@@ -17,6 +17,7 @@ from torchlml_lab.studies.digits.model import (
     COLUMNS,
     CONDITIONS,
     METHODS,
+    SCALED,
     SKEW,
     Images,
     Measured,
@@ -39,7 +40,7 @@ def main(settings: DemoSettings) -> None:
     with use_threads(settings.threads):
         results, examples, answers = run(settings, console)
     meanings = {method.name: method.meaning for method in METHODS}
-    meanings[report.SCALED] = "the network trained with cross-entropy; p is k times the softmax, clipped at 1"
+    meanings[SCALED] = "the network trained with cross-entropy; p is k times the softmax, clipped at 1"
     findings = {condition: report.sentences(results, condition, settings.k) for condition in CONDITIONS}
     limits = report.limits(settings.seeds, settings.k)
     for condition in CONDITIONS:
@@ -99,7 +100,7 @@ def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict
             p = method.probability(logits, settings.k)
             named = [(method.name, p)]
             if method.name == "cross-entropy":
-                named.append((report.SCALED, (settings.k * p).clamp(max=1)))
+                named.append((SCALED, (settings.k * p).clamp(max=1)))
             for name, probability in named:
                 answers[name] = probability[0, :SHOWN]
                 for (condition, _), one, ranking, test in zip(pairs, probability, logits, tests, strict=True):

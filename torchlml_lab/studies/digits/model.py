@@ -110,6 +110,7 @@ class Measured:
 
     recall: float
     hidden_recall: float
+    top_set: float
     exact: float
     count: float
     calibration_error: float
@@ -118,12 +119,20 @@ class Measured:
     fraction of pairs whose digit is present."""
 
 
+SCALED = "k times softmax"
+"""A baseline that knows k: the network trained with cross-entropy, with p = min(k * softmax, 1)."""
+
 # The columns of the table: the field of `Measured`, the heading, the meaning, and the number of decimals.
 COLUMNS = (
     ("recall", "recall@k", "fraction of the digits in an image that are among the k with the largest p", 3),
     ("hidden_recall", "unobserved", "recall@k of the unobserved digits only", 3),
-    ("exact", "exact set", "fraction of images where exactly the digits in the image have p > 0.5", 3),
-    ("count", "p > 0.5", "mean number of digits per image with p > 0.5; the correct number is k", 2),
+    (
+        "top_set",
+        "top-k set",
+        "fraction of images where the k digits with the largest p are exactly the digits in the image",
+        3,
+    ),
+    ("exact", "p > 0.5", "fraction of images where exactly the digits in the image have p > 0.5", 3),
     (
         "calibration_error",
         "calibration",
@@ -159,6 +168,7 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
     return Measured(
         recall=_share(top & images.present, images.present),
         hidden_recall=_share(top & hidden, hidden),
+        top_set=(top == images.present).all(-1).float().mean().item(),
         exact=((p > 0.5) == images.present).all(-1).float().mean().item(),
         count=(p > 0.5).sum(-1).float().mean().item(),
         calibration_error=(gaps.sum() / number.sum()).item(),

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from torchlml_lab.files import replacing
 from torchlml_lab.plots import DARK_ORANGE, GREY, METHODS
-from torchlml_lab.studies.digits.model import COLUMNS, CONDITIONS, Images, Results, spread, values
-
-SCALED = "cross-entropy x k"
+from torchlml_lab.studies.digits.model import COLUMNS, CONDITIONS, SCALED, Images, Results, spread, values
 
 
 def sentences(results: Results, condition: str, k: int) -> list[str]:
@@ -50,6 +48,10 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
         f"{average('LML', 'exact'):.0%} of the images, and cross-entropy does so for "
         f"{average('cross-entropy', 'exact'):.0%}. The mean size of the set is {lml:.2f} for LML and "
         f"{softmax:.2f} for cross-entropy; the correct size is {k}.",
+        f"Top-{k} sets: if k is known, the set can also be the {k} digits with the largest p. It is exactly "
+        f"right for {average('LML', 'top_set'):.0%} of the images with LML, "
+        f"{average('cross-entropy', 'top_set'):.0%} with cross-entropy and "
+        f"{average('sigmoid BCE', 'top_set'):.0%} with BCE.",
         f"Calibration: {_calibration(results, condition)}",
         f"Softmax scaled by k: if k is known, the softmax can also be multiplied by k. This predicts "
         f"{average(SCALED, 'exact'):.0%} of the sets exactly, and LML predicts {average('LML', 'exact'):.0%} "
@@ -112,7 +114,7 @@ def _calibration(results: Results, condition: str) -> str:
 # only in the demo, one has a darker shade of the related method's color, and the other is gray.
 LOOK = {
     "cross-entropy": METHODS["cross-entropy"],
-    "cross-entropy x k": (DARK_ORANGE, "s"),
+    SCALED: (DARK_ORANGE, "s"),
     "sigmoid likelihood": (GREY, "v"),
     "sigmoid BCE": METHODS["bce"],
     "truncated entropy": METHODS["truncated-entropy"],

@@ -15,7 +15,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import ProgressBar, StudyTable, new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.files import check_file, writing
-from torchlml_lab.studies.digits.model import CLASSES, Images, Index, fit, make, measure
+from torchlml_lab.studies.digits.model import CLASSES, SCALED, Images, Index, fit, make, measure
 from torchlml_lab.studies.settings import WhichKSettings
 
 KS = tuple(range(1, 9))
@@ -29,7 +29,7 @@ SITUATIONS = ((FIXED, ONE), (VARYING, ONE), (VARYING, ALL))
 PLAN = tuple(
     (digits, named, method)
     for digits, named in SITUATIONS
-    for method in (EXACTLY, AT_MOST, TRUE_K, PREDICTED, SOFTMAX, BCE)
+    for method in (EXACTLY, AT_MOST, TRUE_K, PREDICTED, SOFTMAX, SCALED, BCE)
     if digits == VARYING or method not in (TRUE_K, PREDICTED)
 )
 
@@ -48,6 +48,8 @@ class WhichKRecord:
     seed: int
     recall: float
     """The fraction of the m digits in an image that are among the m digits with the largest logits."""
+    top_set: float
+    """The fraction of images whose m digits are exactly the m digits with the largest logits."""
     exact: float
     """The fraction of images where exactly the digits in the image have p > 0.5."""
     count: float
@@ -115,7 +117,8 @@ def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[
         rows.append(
             WhichKRecord(
                 *(digits, named, method, told, seed),
-                *(measured.recall, measured.exact, measured.count, measured.calibration_error, seconds),
+                *(measured.recall, measured.top_set, measured.exact, measured.count),
+                *(measured.calibration_error, seconds),
             )
         )
     return rows
@@ -135,14 +138,15 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
         method: The name of the loss.
         outputs: (sets, rows, 10), the logits. If k is predicted, it is an additional last output.
         observed: (sets, rows, 10), bool, the observed digits.
-        number: (sets, rows), the number of digits in each image, for the two methods with a per-row k.
+        number: (sets, rows), the number of digits in each image. It affects the losses of the two methods
+            with a per-row k.
         k: (sets, 1), the k shared by all rows, for the two methods that use it.
 
     Returns:
         (sets, rows): the loss of each row, summed over its labels.
     """
     logits = outputs[..., :CLASSES]
-    if method == SOFTMAX:
+    if method in (SOFTMAX, SCALED):
         return -(observed * logits.log_softmax(-1)).sum(-1)
     if method == BCE:
         return binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none").sum(-1)
@@ -165,6 +169,8 @@ def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tens
     logits = outputs[..., :CLASSES]
     if method == SOFTMAX:
         return logits.softmax(-1)
+    if method == SCALED:
+        return (number.unsqueeze(-1) * logits.softmax(-1)).clamp(max=1)
     if method == BCE:
         return logits.sigmoid()
     if method == PREDICTED:
@@ -174,18 +180,26 @@ def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tens
     return torchlml.lml(logits, k, bound="at_most" if method == AT_MOST else "exactly")
 
 
+_HEADS = {
+    "recall": "recall",
+    "top_set": "top-m set",
+    "exact": "set p > 0.5",
+    "count": "size",
+    "calibration_error": "calibration",
+}
+
+
 def _tables(rows: Sequence[WhichKRecord]) -> Group:
     tables = []
     for digits, named in SITUATIONS:
         title = f"\nimages with {digits}, {named} labeled; means over the seeds"
-        table = plain_table(title, ("method", "k", "recall", "exact set", "p > 0.5", "calibration"))
+        table = plain_table(title, ("method", "k", *_HEADS.values()))
         for name, k in dict.fromkeys((row.method, row.k) for row in rows):
             group = [
                 row for row in rows if (row.digits, row.named, row.method, row.k) == (digits, named, name, k)
             ]
             if group:
-                cells = [mean(getattr(row, one) for row in group) for one in ("recall", "exact", "count")]
-                cells.append(mean(row.calibration_error for row in group))
+                cells = [mean(getattr(row, one) for row in group) for one in _HEADS]
                 table.add_row(name, str(k or ""), *(f"{cell:.3f}" for cell in cells))
         tables.append(table)
     return Group(*tables)
