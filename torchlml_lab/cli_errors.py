@@ -103,6 +103,9 @@ def parse_error(event: Any, arguments: Sequence[str], known: Sequence[str]) -> s
         number = {"INT": "an integer", "FLOAT": "a number"}
         metavar = str(event.argument.lowered.metavar)
         wanted = next((words for mark, words in number.items() if mark in metavar), metavar)
+        if wanted != metavar:  # for example INT|{labels}, an integer or the word `labels`
+            words = re.findall(r"[^{},]+(?=[^{]*\})", metavar)
+            wanted = " or ".join([wanted, *(f"`{word}`" for word in dict.fromkeys(words))])
         several = event.argument.lowered.nargs == "*"
         given = " ".join(_values(name, arguments))
         return f"{'Each value of ' if several else ''}`{name}` must be {wanted}, but got `{given}`"

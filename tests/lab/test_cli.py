@@ -112,6 +112,18 @@ def test_version_is_the_same_everywhere():
         ),
         (["bench", "paper", "--ks=a"], "Each value of `--ks` must be an integer, but got `a`"),
         (["bench", "losses", "--seconds", "x"], "`--seconds` must be a number, but got `x`"),
+        (
+            ["train", "multilabel", "--train", "x.csv", "--k", "five"],
+            "`--k` must be an integer or `labels`, but got `five`",
+        ),
+        (
+            ["train", "multilabel", "--train=x.csv", "--keep=two"],
+            "`--keep` must be a number or `one`, but got `two`",
+        ),
+        (
+            ["sweep", "multilabel", "--keeps", "1", "two"],
+            "Each value of `--keeps` must be a number or `one`, but got `1 two`",
+        ),
         (["bench", "losses", "--csv"], "`--csv` needs a value"),
         (["train", "cifar100", "--loss", "lmn"], "`--loss` must be one of "),
         (["--no-such-option"], "no command `--no-such-option`"),

@@ -70,7 +70,7 @@ def test_a_batch_without_labels_has_zero_loss(name: str) -> None:
 
 
 def test_unknown_losses_are_rejected() -> None:
-    for text in ("lml", "bce-3", "lml-x", "hinge", ""):
+    for text in ("lml", "bce-3", "lml-x", "lml-0", "hinge", ""):
         with pytest.raises(BadInput, match="must be bce, softmax"):
             named(text)
     for name, k in (("lml", None), ("bce", 3), ("truncated-entropy", "labels"), ("lml", 0)):

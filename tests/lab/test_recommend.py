@@ -316,11 +316,14 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
 
 REJECTED = {
     "": "`--train` is missing",
-    "--train FILE --loss softmax --k 3": "The loss `softmax` does not take `k`, but `k` is 3",
+    "--train FILE --loss softmax --k 3": "The loss `softmax` does not take `--k`, but `--k` is 3",
     "--train FILE --loss truncated-entropy --k labels": (
-        "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`"
+        "`--k` must be an integer for the loss `truncated-entropy`, but it is `labels`"
     ),
-    "--train FILE --k 120": "`k` must be from 1 to 119, because there are 120 labels or items, but it is 120",
+    "--train FILE --k 120": (
+        "`--k` must be from 1 to 119, because there are 120 labels or items, but it is 120"
+    ),
+    "--train FILE --k 0": "`--k` must be at least 1, but it is 0",
     "--train FILE --test EMPTY": "(`--test`) is empty",
     "--train FILE --test FILE": "must have a new pair of a known user and a known item",
     "--train SINGLE": "must have a user with at least two items",
@@ -329,7 +332,7 @@ REJECTED = {
     "--train FILE --layers -1": "`--layers` must be at least 0, but it is -1",
     "--train FILE --penalty 0.0": "`--penalty` must be finite and positive, but it is 0.0",
     "--train FILE --min-rating 3": "`--min-rating` requires a CSV, TSV or .inter file, but `--train` is",
-    "--train FILE --loss topk-softmax --k labels": "`k` must be an integer for the loss `topk-softmax`",
+    "--train FILE --loss topk-softmax --k labels": "`--k` must be an integer for the loss `topk-softmax`",
     "--train FILE --batch-size -1": "`--batch-size` must be at least 1, but it is -1",
     "--train FILE --dropout 1.0": "`--dropout` must be at least 0 and less than 1, but it is 1.0",
 } | {

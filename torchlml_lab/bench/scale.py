@@ -281,7 +281,7 @@ def training_table(rows: Sequence[TrainingRecord]) -> str:
     tables = []
     for title, shown in (
         ("Training speed in samples per second, and peak memory:", speed),
-        ("Time per epoch and peak memory, with forecasts in parentheses:", forecasts),
+        ("Time per epoch at this speed and peak memory, with forecasts in parentheses:", forecasts),
     ):
         lines = []
         for samples in sorted({samples for samples, _ in alone}):

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,8 @@ LML, TORCH, COPY = "lml-native", "lml-torch", "copy"
 _BOTH = "forward+backward"
 _CURVE = (5, 3.0, "float32", 1)  # k, scale, dtype and threads in the table of times against n
 _MODES = {"forward": "forward", _BOTH: "forward + backward"}
+# A measurement is unreliable if its 80th percentile exceeds its 20th percentile by more than this factor.
+_RELIABLE = 2.0
 
 
 def benchmarks(settings: BenchmarksFigureSettings) -> None:
@@ -207,12 +209,38 @@ def tables(rows: Sequence[Measurement]) -> dict[str, str]:
 
 
 def _target_line(target: Target, rows: Sequence[Measurement]) -> Iterator[tuple[str, ...]]:
-    ratios = [row.ratio_p50 for row in rows if target.covers(row)]
-    if ratios:
-        above = sum(ratio > target.limit for ratio in ratios)
-        exceed = "exceeds" if above == 1 else "exceed"
-        met = f"no ({above} of {len(ratios)} problems {exceed} the target)" if above else "yes"
-        yield target.says, f"{target.limit:g}", span(ratios), met
+    covered = [row for row in rows if target.covers(row)]
+    if covered:
+        met = _verdict(covered, target.limit)
+        if met == "no":
+            above = sum(row.ratio_p50 > target.limit for row in covered)
+            exceed = "exceeds" if above == 1 else "exceed"
+            met = f"no ({above} of {len(covered)} configurations {exceed} the target)"
+        elif met == "unreliable":
+            met = f"unreliable ({sum(map(_unreliable, covered))} of {len(covered)} configurations)"
+        yield target.says, f"{target.limit:g}", span([row.ratio_p50 for row in covered]), met
+
+
+def _unreliable(row: Measurement) -> bool:
+    """Whether the percentiles of the ratio are too far apart to tell whether a target is met."""
+    return row.ratio_p80 > _RELIABLE * row.ratio_p20
+
+
+def _verdict(rows: Sequence[Measurement], limit: float) -> str:
+    """Return "no" if any ratio exceeds the limit, "unreliable" if any ratio is unreliable, or else "yes"."""
+    if any(row.ratio_p50 > limit for row in rows):
+        return "no"
+    return "unreliable" if any(map(_unreliable, rows)) else "yes"
+
+
+def _cell(low: float, middle: float, high: float, show: Callable[[float], str]) -> str:
+    """Format the median. If it is unreliable, add the 20th and 80th percentiles in parentheses."""
+    spread = f" ({show(low)}–{show(high)})" if high > _RELIABLE * low else ""
+    return f"{show(middle)}{spread}"
+
+
+def _ratio(row: Measurement) -> str:
+    return _cell(row.ratio_p20, row.ratio_p50, row.ratio_p80, three_digits)
 
 
 def span(ratios: Sequence[float]) -> str:
@@ -240,11 +268,12 @@ def _curve(rows: Sequence[Measurement]) -> str:
     for n in sizes:
         softmax = found["forward", BASELINE, n]
         cells = [
-            three_digits(found[mode, name, n].ratio_p50) if (mode, name, n) in found else "-"
+            _ratio(found[mode, name, n]) if (mode, name, n) in found else "-"
             for name in (LML, TORCH)
             for mode in _MODES
         ]
-        lines.append((_shape(softmax.batch, n), f"{softmax.p50:,.0f}", *cells))
+        time = _cell(softmax.p20, softmax.p50, softmax.p80, "{:,.0f}".format)
+        lines.append((_shape(softmax.batch, n), time, *cells))
     title = f"`lml` with k = {_CURVE[0]}, scale {_CURVE[1]:g}, one thread: time relative to softmax"
     return markdown_table(title, heads, lines) if lines else ""
 
@@ -283,15 +312,16 @@ def _losses(rows: Sequence[Measurement]) -> str:
         cells = []
         for number in threads:
             cell = by_threads.get(number)
-            cells += [f"{cell.p50 / 1e3:.3g}", three_digits(cell.ratio_p50)] if cell else ["-", "-"]
+            cells += [_milliseconds(cell), _ratio(cell)] if cell else ["-", "-"]
         limit = LOSS_LIMITS.get(name)
-        met = "yes" if limit and max(row.ratio_p50 for row in by_threads.values()) <= limit else "no"
-        goal = (f"{limit:g}", met) if limit else ("", "")
+        goal = (f"{limit:g}", _verdict(list(by_threads.values()), limit)) if limit else ("", "")
         lines.append((name, _shape(batch, n), f"{k}", *cells, *goal))
-    title = (
-        "Losses, forward + backward: time, and its ratio to the time of the first loss for the same problem"
-    )
+    title = "Losses, forward + backward: time, and its ratio to the time of the first loss on the same rows"
     return markdown_table(title, (*heads, "target", "met"), lines) if lines else ""
+
+
+def _milliseconds(row: Measurement) -> str:
+    return _cell(row.p20 / 1e3, row.p50 / 1e3, row.p80 / 1e3, "{:.3g}".format)
 
 
 def _related(rows: Sequence[Measurement]) -> str:
@@ -312,24 +342,31 @@ def _related(rows: Sequence[Measurement]) -> str:
 
 def _short(rows: Sequence[Measurement]) -> str:
     """Format the results of `torchlml bench short`, with columns for each instruction set."""
-    found: dict[tuple[object, ...], dict[tuple[str, float], float]] = defaultdict(dict)
+    found: dict[tuple[object, ...], dict[tuple[str, float], Measurement]] = defaultdict(dict)
     for row in rows:
         if (row.dtype, row.threads) == _CURVE[2:] and row.operator.startswith(prefix := "short rows, "):
             key = (row.operator.removeprefix(prefix), row.mode, row.batch, row.n, row.k)
             kernel = json.loads(row.config)["kernel"].removeprefix("C++ (").removesuffix(")")
-            # The baseline's row comes first, so the competitor's ratio overwrites the baseline's.
-            found[key][kernel, row.scale] = row.ratio_p50
-    columns = sorted({column for ratios in found.values() for column in ratios})
+            # The baseline's row comes first, so the competitor's row overwrites the baseline's.
+            found[key][kernel, row.scale] = row
+    columns = sorted({column for measured in found.values() for column in measured})
     names = dict.fromkeys(kernel for kernel, _ in columns)
     heads = ("ratio", "rows × n", "k", "mode", *(f"{kernel}, scale {scale:g}" for kernel, scale in columns))
     lines = []
     for work in WORKS:
-        if ratios := found.get((work.operator, work.mode, work.batch, work.n, work.k)):
-            worst = [max(ratio for (of, _), ratio in ratios.items() if of == name) for name in names]
-            met = [name for name, ratio in zip(names, worst, strict=True) if ratio <= work.target]
-            verdict = "yes" if len(met) == len(names) else " and ".join(met) or "no"
-            problem = (work.operator, _shape(work.batch, work.n), f"{work.k}", _MODES[work.mode])
-            cells = (f"{ratios[column]:.2f}" for column in columns)
-            lines.append((*problem, *cells, f"{work.target:g}", verdict))
+        if measured := found.get((work.operator, work.mode, work.batch, work.n, work.k)):
+            verdicts = {
+                name: _verdict([row for (of, _), row in measured.items() if of == name], work.target)
+                for name in names
+            }
+            met = [name for name, verdict in verdicts.items() if verdict == "yes"]
+            otherwise = "unreliable" if "unreliable" in verdicts.values() else "no"
+            verdict = "yes" if len(met) == len(names) else " and ".join(met) or otherwise
+            shape = (work.operator, _shape(work.batch, work.n), f"{work.k}", _MODES[work.mode])
+            cells = (
+                _cell(row.ratio_p20, row.ratio_p50, row.ratio_p80, "{:.2f}".format)
+                for row in map(measured.__getitem__, columns)
+            )
+            lines.append((*shape, *cells, f"{work.target:g}", verdict))
     title = "Short rows: time ratios, one thread, float32"
     return markdown_table(title, (*heads, "target", "met"), lines) if lines else ""

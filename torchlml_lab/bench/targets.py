@@ -279,7 +279,7 @@ def _competitors(case: Case) -> dict[str, dict[str, Callable[[], object]]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several losses on problems of the same size. Ratios are relative to the first loss."""
+    """Several losses on inputs of the same size. Ratios are relative to the first loss."""
 
     operator: str
     case: Case
@@ -305,7 +305,7 @@ def losses(settings: LossesSettings) -> None:
     jobs = [(number, make) for number in dict.fromkeys(settings.threads) for make in COMPARISONS]
     file.announce(f"Running {len(jobs)} comparisons of about {settings.seconds:g} s each", console)
     heads = ("loss", "batch", "n", "k", "threads", "ms", "ratio")
-    title = f"{_BOTH}: time per call, and its ratio to the time of the first loss for the same problem"
+    title = f"{_BOTH}: time per call, and its ratio to the time of the first loss on inputs of the same size"
     table = plain_table(title, heads)
     with ProgressBar(console) as progress:
         task = progress.add_task("losses", total=len(jobs))

@@ -72,7 +72,8 @@ class TrainSettings:
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
     threads: int | None = None
-    """The number of CPU threads, at most the number of cores. The default depends on the task."""
+    """The number of CPU threads, at most the number of cores. The default is 1 if the tensors of the task
+    are small, and all available threads otherwise."""
     tensorboard: bool = False
     """Also log the metrics to the run directory for TensorBoard. Requires the package `tensorboard`."""
 

@@ -43,12 +43,12 @@ class LabelLoss:
 
     def __post_init__(self) -> None:
         if (self.k is not None) != (self.name in WITH_K):
-            needs = "requires `k`" if self.k is None else f"does not take `k`, but `k` is {self.k}"
+            needs = "requires `--k`" if self.k is None else f"does not take `--k`, but `--k` is {self.k}"
             raise BadInput(f"The loss `{self.name}` {needs}.")
         if self.k == "labels" and self.name != "lml":
-            raise BadInput(f"`k` must be an integer for the loss `{self.name}`, but it is `labels`.")
+            raise BadInput(f"`--k` must be an integer for the loss `{self.name}`, but it is `labels`.")
         if isinstance(self.k, int) and self.k < 1:
-            raise BadInput(f"`k` must be at least 1, but it is {self.k}.")
+            raise BadInput(f"`--k` must be at least 1, but it is {self.k}.")
 
     def __str__(self) -> str:
         return self.name if self.k is None else f"{self.name}-{self.k}"
@@ -57,7 +57,7 @@ class LabelLoss:
         """Raise `BadInput` unless k is less than `count`, the number of labels or items."""
         if isinstance(self.k, int) and self.k >= count:
             raise BadInput(
-                f"`k` must be from 1 to {count - 1}, because there are {count} labels or items, but it is "
+                f"`--k` must be from 1 to {count - 1}, because there are {count} labels or items, but it is "
                 f"{self.k}."
             )
 
@@ -195,9 +195,11 @@ def named(text: str, option: str = "--losses") -> LabelLoss:
     for name in get_args(AnyLossName):
         if name not in WITH_K and text == name:
             return LabelLoss(name)
-        if name in WITH_K and (found := re.fullmatch(rf"{name}-(\d+|labels)", text)):
+        if name in WITH_K and (found := re.fullmatch(rf"{name}-([1-9]\d*|labels)", text)):
             return LabelLoss(name, "labels" if found[1] == "labels" else int(found[1]))
-    accepted = "bce, softmax, lml-K, lml-labels, truncated-entropy-K or topk-softmax-K with an integer K"
+    accepted = (
+        "bce, softmax, lml-K, lml-labels, truncated-entropy-K or topk-softmax-K with a positive integer K"
+    )
     raise BadInput(f"Each value of `{option}` must be {accepted}, but one value is `{text}`.")
 
 

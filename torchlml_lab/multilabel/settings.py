@@ -99,6 +99,9 @@ class MultilabelSettings(TrainSettings):
     """The number of samples per step across all processes; must be a multiple of the number of processes."""
     learning_rate: float = 0.005
     """The learning rate of Adam. With `--hidden 0`, it is multiplied by ten."""
+    threads: int | None = None
+    """The number of CPU threads, at most the number of cores. The default is 1 if `--batch-size` times the
+    number of labels is less than 2**20, and all available threads otherwise."""
 
 
 @dataclass(frozen=True)
