@@ -75,7 +75,7 @@ def results_where(lml, softmax, count=10.0):
     def measured(value):
         return Measured(value, value, value, value, count, value, nothing)
 
-    names = [method.name for method in model.METHODS] + [report.SCALED]
+    names = [method.name for method in model.METHODS] + [model.SCALED]
     table = {("uniform", name): [measured(0.5 + i / 100) for i in range(3)] for name in names}
     table["uniform", "LML"] = [measured(value) for value in lml]
     table["uniform", "cross-entropy"] = [measured(value) for value in softmax]
