@@ -102,7 +102,7 @@ def digits(ratio: float) -> str:
 
 
 def spread(row: Row, name: str = "ratio_p") -> float:
-    """Return the 80th percentile divided by the 20th. Values above 2 are unreliable."""
+    """Return the 80th percentile divided by the 20th. A measurement with a value above 2 is unreliable."""
     return float(row[f"{name}80"]) / float(row[f"{name}20"])
 
 

@@ -21,7 +21,8 @@ _LARGEST = tl.constexpr(3.0e38)  # replaces an infinite distance, because inf - 
 # After a Newton step s, the error is below 4 * s^2, because |S''| <= S' for S(nu) = sum(y). After the last
 # step, it is at most 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
-_ROUNDING = tl.constexpr(5e-7)  # relative rounding error of z, which dominates in a gap of 1e20
+# The relative rounding error of z. It exceeds `_LAST_STEP` if the nearest entries are far from the threshold.
+_ROUNDING = tl.constexpr(5e-7)
 # At first, a step that would leave the bracket stops at the bracket's end. After `_CUT_STEPS` steps, such a
 # step divides the bracket instead, and after `_FREE_STEPS` steps, every second step does. The bracket is
 # divided alternately at the midpoint of its ends, which is fast for typical logits, and at the median of all

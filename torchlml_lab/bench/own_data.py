@@ -214,7 +214,7 @@ def summary(rows: Sequence[OwnDataRecord], metric: str) -> str:
         difference = differences(methods, metric)
         sign = "+" if mean(difference) >= 0 else ""
         lines.append((data, str(samples), *values, best, sign + spread(difference, 1)))
-    heads = ("data", "samples", OWN, "best other method", "its name", "difference")
+    heads = ("data", "samples", OWN, "best other score", "best other method", "difference")
     return markdown_table(f"{METRICS[metric]} on test samples, in percent:", heads, lines)
 
 
@@ -243,7 +243,10 @@ def targets(rows: Sequence[OwnDataRecord]) -> str:
         cells = (METRICS[metric], wanted, f"{met} of {len(found)}", f"{least:+.1f} ({data}, {samples})")
         lines.append(cells)
     heads = ("metric", "target", "met", "smallest difference")
-    title = "The number of comparisons (a data set and a number of samples) that meet each target:"
+    title = (
+        "The number of comparisons (a data set and a number of samples) that meet each of this project's "
+        "targets:"
+    )
     return markdown_table(title, heads, lines)
 
 

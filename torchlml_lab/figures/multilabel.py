@@ -153,7 +153,11 @@ def _draw_panel(axes: Axes, points: Points, lowest: float) -> list[tuple[float, 
 
 
 def page_of(rows: Sequence[LabelRecord]) -> str:
-    """Format Markdown tables: all metrics with all labels, three by share of labels kept, and differences."""
+    """Format Markdown tables for each data set.
+
+    They contain all metrics of training with all labels, three metrics by the share of labels kept, and the
+    differences from the reference loss.
+    """
     parts = []
     for data, by_keep in grouped(rows).items():
         keeps = [keep for keep in _KEEPS if keep in by_keep]
