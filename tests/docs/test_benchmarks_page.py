@@ -218,17 +218,15 @@ def test_the_summary() -> None:
         for mode in ("forward", "forward+backward")
         for found in [[float(row["ratio_p50"]) for row in long["AVX-512"] if row["mode"] == mode]]
     )
-    slowest = max(long["AVX2"], key=lambda row: float(row["ratio_p50"]))
-    assert (slowest["batch"], slowest["n"], slowest["k"]) == ("64", "1000", "5")
-    largest = float(slowest["ratio_p50"])
+    largest = max(float(row["ratio_p50"]) for row in long["AVX2"])
     assert max(float(row["ratio_p50"]) for found in long.values() for row in found) == largest < 2
     assert f"the forward pass takes {forward} times as long as softmax" in text
     assert f"forward + backward takes {both} times." in text
-    assert f"With AVX2, the largest ratio is {digits(largest)}, measured on a batch of only 64 rows." in text
+    assert f"With AVX2, the largest ratio is {digits(largest)}." in text
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n  ", " ")
     for claim in (
         f"takes {forward} times as long as softmax in the forward pass and {both} times with the backward",
-        f"takes up to {digits(largest)} times as long, measured on a batch of only 64 rows.",
+        f"With AVX2, it takes up to {digits(largest)} times as long.",
     ):
         assert claim in readme
     wide, narrow = (
@@ -328,7 +326,7 @@ def test_the_text_about_short_rows() -> None:
             by_kernel.setdefault(row["config"], []).append(float(row["p50"]))
     assert [len(times) for times in by_kernel.values()] == [3, 3]
     factor = max(max(times) / min(times) for times in by_kernel.values())
-    assert f"logits differ by a factor of up to {factor:.1f} between scales" in text
+    assert f"logits differ by a factor of up to {factor:.1f} between scales with one thread" in text
 
     def changes(kernel: str, dtype: str, threads: str) -> dict[Problem, float]:
         """Return the lml / softmax ratios, divided by those for float32 and one thread."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 RESULTS = Path(__file__).parents[2] / "results"
-SCENES, CIFAR, K = (RESULTS / name for name in ("scene-graph", "cifar100", "which-k"))
+SCENES, CIFAR, K, PARTIAL = (RESULTS / name for name in ("scene-graph", "cifar100", "which-k", "multilabel"))
 ONE_LABEL = RESULTS / "missing-labels"
 RECALLS = ("r20", "r50", "r100", "ng_r20", "ng_r50", "ng_r100")
 Row = dict[str, str]
@@ -266,6 +266,50 @@ def test_which_k(section: str, place: int, situation: tuple[str, str]) -> None:
             wanted = ("lml", k) if k.isdigit() else (METHODS.get(head, head), "0")
             found = [float(row[SAYS[title]]) for row in here if (row["method"], row["k"]) == wanted]
             assert cell == f"{100 * mean(found):.1f}", (title, head)
+
+
+LONGER = {
+    "LML, k per sample": ("longer", "lml-labels"),
+    "softmax": ("longer", "softmax"),
+    "truncated entropy-1": ("longer", "truncated-entropy-1"),
+    "BCE": ("longer", "bce"),
+    "BCE, patience 50": ("longer-bce", "bce"),
+}
+
+
+def longer(title: str, data: str) -> list[Row]:
+    file, loss = LONGER[title]
+    found = [row for row in rows(PARTIAL / f"{file}.csv") if (row["data"], row["loss"]) == (data, loss)]
+    assert [(row["keep"], row["seed"]) for row in found] == [("0.3", str(seed)) for seed in range(3)]
+    return found
+
+
+def test_longer_training() -> None:
+    page = PARTIAL / "README.md"
+    (table,) = of_section(page, "Smaller learning rates and longer training")
+    for title, *cells in table.lines:
+        for data, cell in zip(table.heads[1:], cells, strict=True):
+            found = longer(title, data)
+            (rate,) = {row["learning_rate"] for row in found}
+            assert cell == f"{mean_and_deviation((row['ndcg5'] for row in found), 1)} ({rate})", (title, data)
+    assert [line[0] for line in table.lines] == list(LONGER)
+    text = " ".join(page.read_text(encoding="utf-8").replace("−", "-").split())
+    for data in ("bibtex", "delicious", "corel5k"):
+        pairs = zip(longer("LML, k per sample", data), longer("BCE, patience 50", data), strict=True)
+        differences = [100 * (float(ours["ndcg5"]) - float(bce["ndcg5"])) for ours, bce in pairs]
+        assert f"{min(differences):.1f} to {max(differences):.1f}" in text, data
+        assert f"on {data}" in text
+    epochs = {
+        title: [int(row["best_epoch"]) for data in table.heads[1:] for row in longer(title, data)]
+        for title in ("LML, k per sample", "BCE, patience 50")
+    }
+    ours, theirs = epochs["LML, k per sample"], epochs["BCE, patience 50"]
+    assert f"Its best epochs are {min(ours)} to {max(ours)} on the three data sets" in text
+    slow = [epoch for place, epoch in enumerate(theirs) if place // 3 != 1]
+    assert (
+        f"are {min(theirs[3:6])} to {max(theirs[3:6])} on delicious, and {min(slow)} to {max(slow)} on"
+        in text
+    )
 
 
 def test_which_k_of_lists_of_labels() -> None:

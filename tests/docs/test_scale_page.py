@@ -65,7 +65,7 @@ def test_the_comparison_of_communication_follows_from_the_formulas() -> None:
         # An all-reduce of one float32 number per row.
         assert cells[1:] == [f"{int(number) * ROWS * BYTES / 1024:g} KiB" for number in first[2:]]
         if processes == 64:
-            assert f"receives {cells[0]} for {ROWS} rows per group of 64 processes" in text()
+            assert f"of 64 processes handles {ROWS} rows, every process receives {cells[0]}," in text()
 
 
 def scale_rows(**wanted: str) -> dict[str, Row]:
