@@ -123,7 +123,7 @@ LOOK = {
 
 
 def draw_scores(results: Results, k: int, picture: Path) -> None:
-    """Plot the recall of unobserved digits and the fraction of exact sets, with standard deviations.
+    """Plot the recall of unobserved digits and the fraction of exact top-k sets, with standard deviations.
 
     Args:
         results: All measurements.
@@ -132,7 +132,7 @@ def draw_scores(results: Results, k: int, picture: Path) -> None:
     """
     panels = (
         ("hidden_recall", f"recall@{k} of unobserved digits", k / 10),
-        ("exact", "images whose set {p > 0.5} is exact", None),
+        ("top_set", f"images whose top-{k} set is exact", None),
     )
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(10.5, 6.4), dpi=130, layout="constrained")
@@ -233,7 +233,7 @@ tr.lml td { font-weight: 600; }
 }
 """
 ALTERNATIVES = {
-    "scores": "Bar charts of the recall of unobserved digits and of the fraction of exact sets, by method",
+    "scores": "Bar charts of the recall of unobserved digits and the fraction of exact top-k sets, by method",
     "calibration": "Reliability curves for all methods",
 }
 
