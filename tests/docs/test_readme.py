@@ -13,6 +13,7 @@ import torch
 import torchlml
 from tests.support.example_rows import example_rows
 from torchlml_lab import cli
+from torchlml_lab.studies.missing_labels.data import VALIDATION
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -143,6 +144,29 @@ def test_the_evidence_matches_the_results() -> None:
         [cifar("test_topk", loss, "0.4") for loss in ("bce", "cross-entropy", "lml")],
         [vg_best(method) for method in ("lml-20", "truncated-entropy-20", "bce", "softmax")],
     ]
+
+
+def test_the_sizes_of_the_studies() -> None:
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    with (ROOT / "results" / "own-data" / "own-data.csv").open(newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    sizes = {int(row["samples"]) for row in found}
+    assert f"with {min(sizes)} to {max(sizes)} training samples" in text
+    assert len({row["data"] for row in found}) == 4
+    assert "four data sets" in text
+    assert VALIDATION == 1 / 5
+    assert "with a fifth of the samples fully labeled" in text
+    (images,) = re.findall(r"R@50 on (\d+) images of Visual Genome", text)
+    scenes = (ROOT / "results" / "scene-graph" / "README.md").read_text(encoding="utf-8")
+    assert f"Results on the {images} test images" in scenes
+
+
+def test_every_make_target_exists() -> None:
+    text = README.read_text(encoding="utf-8")
+    named = set(re.findall(r"`make ([a-z-]+)`", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.M))
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert len(named) > 3
+    assert named <= set(targets)
 
 
 def commands() -> dict[str, list[str]]:
