@@ -22,6 +22,7 @@ def slack(row: truth.Row, dtype: torch.dtype) -> np.ndarray:
 def resolved(row: truth.Row) -> bool:
     """Whether some logit is within 1e6 of the threshold.
 
-    Otherwise, as in a gap of 1e38, nu is too coarsely rounded to distinguish the logits 0 and 1.
+    Otherwise, for example if the threshold lies in a gap of 1e38 between two logits, nu is rounded too
+    coarsely to distinguish logits that differ by 1.
     """
     return float(np.abs(row.z[row.alive]).min()) < 1e6

@@ -344,7 +344,8 @@ def _next_points(
     """
     up, down, above, dp, dq = total[..., :5].unbind(-1)
     slope = dp + dq
-    # A Newton step on the logarithm of a ratio, as in `_solve/newton.py`, also works in a gap.
+    # A Newton step on the logarithm of a ratio, as in `_solve/newton.py`. It also works if the threshold lies
+    # in a gap between the logits.
     c = up - k
     a, b = down + c.clamp(min=0), above + (-c).clamp(min=0)
     ratio = points + (b.log() - a.log()) / (dp / a + dq / b)

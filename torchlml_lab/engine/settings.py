@@ -331,7 +331,8 @@ class GridSettings:
     learning_rates: tuple[float, ...] = ()
     """Learning rates to try. The default is the single value of `--run.learning-rate`."""
     tuned: Path | None = None
-    """CSV of an earlier sweep on the same data. Each method uses its best settings on validation."""
+    """CSV of an earlier sweep on the same data. Each method uses the settings with its best validation result
+    in that sweep."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     """The number of parallel runs, at least 1, with one thread each."""
 
