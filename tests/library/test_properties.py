@@ -142,6 +142,25 @@ def test_any_dim(shape: list[int], dim: int, name: str, masked: bool, seed: int)
         assert torch.equal(alone, moved.reshape(len(flat), *alone.shape)[i])
 
 
+def test_unsorted_optimal_transport_is_the_projection_of_rescaled_logits() -> None:
+    """docs/faq.md: the operator SOFT with squared costs converges to `lml(2 * x / epsilon, k)`.
+
+    SOFT transports n entries, each of mass 1/n, to the points 0 and 1, of masses (n - k)/n and k/n. Its
+    output is n times the mass that is transported to 1.
+    """
+    k, epsilon = 3, 0.5
+    x = np.random.default_rng(0).normal(size=12)
+    kernel = np.exp(-((x[:, None] - np.array([0.0, 1.0])) ** 2) / epsilon)
+    targets = np.array([len(x) - k, k]) / len(x)
+    columns = np.ones(2)
+    for _ in range(2000):  # Sinkhorn's iterations
+        rows = 1 / len(x) / (kernel @ columns)
+        columns = targets / (kernel.T @ rows)
+    transported = len(x) * rows * kernel[:, 1] * columns[1]
+    y = torchlml.lml(torch.from_numpy(2 * x / epsilon), k)
+    np.testing.assert_allclose(y.numpy(), transported, rtol=0, atol=1e-12)
+
+
 def test_k_broadcasts() -> None:
     x = torch.randn(3, 4, 10, dtype=torch.float64)
     y = torchlml.lml(x, torch.tensor([1, 2, 3, 4]))
